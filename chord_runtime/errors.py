@@ -1,0 +1,39 @@
+"""The errors Chord raises: one family, so that callers can catch ``ChordError`` and print one line."""
+
+from __future__ import annotations
+
+
+class ChordError(Exception):
+    """Base of every error that Chord raises on purpose. Its text says what was found, where, and what to do."""
+
+
+class UsageError(ChordError):
+    """A call or a command line that cannot be meant: wrong dtype, shape, device, or options that exclude each other."""
+
+
+class CheckpointError(ChordError):
+    """The source checkpoint is not one Chord supports, or its files contradict each other."""
+
+
+class SourceError(ChordError):
+    """The source could not be read: network, permissions, a short or changed file."""
+
+
+class FormatError(ChordError):
+    """A packed directory that is unfinished, altered, or of another format version, layout or rank."""
+
+
+class ScaleError(CheckpointError):
+    """A scale that the packed format cannot hold exactly: NaN, infinite, or out of range."""
+
+
+class ModeError(ChordError):
+    """An operation was called on a weight that was not packed for it."""
+
+
+class OutputError(ChordError):
+    """The output directory cannot be used: other options, locked by another run, or not enough space."""
+
+
+class KernelError(ChordError):
+    """A CUDA kernel cannot be compiled, loaded or launched here."""
