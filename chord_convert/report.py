@@ -1,0 +1,46 @@
+"""How a problem with a checkpoint is written down: one line that says where, what, what is supported, what next."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a checkpoint.
+
+    ``rule`` is the short stable name of the rule that found it, ``file`` and ``key`` say where (either may be empty),
+    ``found`` and ``supported`` are phrases, ``next_step`` is a sentence in the imperative.
+    """
+
+    rule: str
+    file: str
+    key: str
+    found: str
+    supported: str
+    next_step: str
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.file, self.key) if part)
+        return f"{where}: found {self.found}; supported: {self.supported}. {self.next_step}"
+
+    def as_dict(self) -> dict[str, str]:
+        """The fields by name, for ``--json``."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def show(value: Any, limit: int = 80) -> str:
+    """``value`` as one short line of JSON that is safe to print: control characters escaped, the middle cut out."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = ascii(value)
+    return text if len(text) <= limit else f"{text[: limit - 20]}…{text[-19:]}"
+
+
+def name(text: str, limit: int = 160) -> str:
+    """A file or tensor name, made safe to print on one line."""
+    plain = text.isprintable() and len(text) <= limit
+    return text if plain else show(text, limit)
