@@ -1,8 +1,8 @@
 """Geometry of the packed block: the one place in Python that knows a byte offset. The spec is docs/format.md.
 
-A block holds 64 rows × 64 k: 2048 bytes of 4-bit codes, then 256 bytes of pre-scaled BF16 scales. Two blocks side by side
-along N make a strip of 128 rows, which is contiguous along K. ``csrc/chord/block.cuh`` repeats these constants for the
-kernels; a test holds the two against each other.
+A block holds 64 rows × 64 k: 2048 bytes of 4-bit codes, then 256 bytes of pre-scaled BF16 scales. Two blocks side by
+side along N make a strip of 128 rows, which is contiguous along K. ``csrc/chord/block.cuh`` repeats these constants for
+the kernels; a test holds the two against each other.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ HIGH_EXP = 129 - OUTPUT_EXP
 
 MIN_SCALE = 2.0**-94
 MAX_SCALE = 2.0**27
-"""A scale s must be 0 or MIN_SCALE ≤ |s| < MAX_SCALE: then every stored scale and every product in the kernels is exact."""
+"""A scale s is 0 or MIN_SCALE ≤ |s| < MAX_SCALE: then every stored scale and every product in the kernels is exact."""
 
 
 def check_shape(n: int, k: int) -> None:
     """Raise UsageError unless an [n, k] weight fills whole strips and blocks."""
     if n <= 0 or k <= 0 or n % STRIP_ROWS or k % BLOCK_K:
         raise UsageError(
-            f"a weight of shape [N={n}, K={k}] cannot be packed: N must be a positive multiple of {STRIP_ROWS} and K of "
-            f"{BLOCK_K}; choose a parallel size that leaves whole strips and blocks"
+            f"a weight of shape [N={n}, K={k}] cannot be packed: N must be a positive multiple of {STRIP_ROWS}, "
+            f"K of {BLOCK_K}; choose a parallel size that leaves whole strips and blocks"
         )
 
 

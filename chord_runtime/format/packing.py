@@ -1,8 +1,8 @@
 """Source layout ↔ packed layout, exactly, in plain PyTorch.
 
-The source layout is compressed-tensors' ``pack-quantized``: element i of a row in bits 4·(i mod 8) of int32 word i div 8,
-stored as q + 8; one BF16 scale per 32 elements. These functions are the definition that the native packer is tested against;
-they also pack on a CUDA device.
+The source layout is compressed-tensors' ``pack-quantized``: element i of a row in bits 4·(i mod 8) of int32 word
+i div 8, stored as q + 8; one BF16 scale per 32 elements. These functions are the definition that the native packer is
+tested against; they also pack on a CUDA device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_scales(scale: Tensor) -> None:
         row, group = (int(i) for i in (~good).nonzero()[0])
         raise ScaleError(
             f"scale [{row}, {group}] is {float(scale[row, group])}: supported are 0 and 2^-94 ≤ |s| < 2^27; "
-            f"{int((~good).sum())} of {scale.numel()} scales are outside. Re-quantize this tensor, or fetch the file again"
+            f"{int((~good).sum())} of {scale.numel()} scales are outside. Re-quantize this tensor or fetch it again"
         )
 
 
@@ -112,7 +112,7 @@ def deinterleave(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(packed: Tensor, n: int, k: int) -> Tensor:
-    """The weight that every kernel multiplies by: bfloat16 [n, k] = (code − 8) · scale, rounded once; packed row order."""
+    """The weight every kernel multiplies by: bfloat16 [n, k] = (code − 8) · scale, rounded once; packed row order."""
     codes, scale = _codes_and_scale(packed, n, k)
     values = (codes.view(n, -1, GROUP_SIZE).float() - 8) * scale.float().unsqueeze(-1)
     return values.to(torch.bfloat16).view(n, k)
@@ -122,7 +122,7 @@ def _codes_and_scale(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """(uint8 codes [n, k], bfloat16 scale [n, k/32]) of a packed weight."""
     if packed.dtype != torch.uint8 or packed.numel() != packed_bytes(n, k):
         raise UsageError(
-            f"a packed [{n}, {k}] weight is {packed_bytes(n, k)} bytes of uint8; found {packed.numel()} of {packed.dtype}"
+            f"a packed [{n}, {k}] weight is {packed_bytes(n, k)} bytes of uint8; found {packed.numel()}, {packed.dtype}"
         )
     blocks = packed.reshape(n // STRIP_ROWS, k // BLOCK_K, 2, BLOCK_BYTES)
     pairs = blocks[..., :CODE_BYTES].view(*blocks.shape[:3], 4, 8, 4, 4, 2, 2).permute(0, 2, 3, 4, 1, 6, 8, 5, 7)

@@ -1,0 +1,225 @@
+"""What a packed directory says of itself: the metadata of every shard, the manifest, and the block in config.json.
+
+All three are JSON, described by ``schemas/*.schema.json``, and validated by them whenever they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from chord_runtime.errors import FormatError
+from chord_runtime.format.block import FORMAT_VERSION, GROUP_SIZE
+from chord_runtime.format.layout import MANIFEST, ExpertShape, Mode, ParallelLayout, Placement, Projection, row_order
+from chord_runtime.resources import schema
+from chord_runtime.version import VERSION
+
+SHARD_KEY = "chord"
+"""Key of the shard metadata in a safetensors ``__metadata__``."""
+
+CHECKSUMS_KEY = "chord_checksums"
+"""Key of a JSON object tensor name → XXH3-128 (hex) of its bytes, in the same place."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights came from. ``commit`` is empty for a directory without one."""
+
+    repo: str
+    commit: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    """File name → "sha256:…" of the file where the Hub states it, else "header-sha256:…" and size of what was read."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Everything that decides the bytes of the packed experts."""
+
+    modes: tuple[Mode, ...]
+    layout: ParallelLayout
+    shape: ExpertShape
+    layers: tuple[int, ...]
+    """Numbers of the layers with routed experts."""
+    prefix: str
+    """Tensor name prefix up to and including ``layers.``"""
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object shared by shard metadata and manifest."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "modes": [mode.value for mode in self.modes],
+            "ep_size": self.layout.ep_size,
+            "tp_size": self.layout.tp_size,
+            "placement": self.layout.placement.value,
+            "num_experts": self.shape.num_experts,
+            "hidden_size": self.shape.hidden,
+            "intermediate_size": self.shape.intermediate,
+            "layers": list(self.layers),
+            "prefix": self.prefix,
+            "group_size": GROUP_SIZE,
+            "activation_order": None,
+            "shapes": {p.name.lower(): list(self.shape.packed(p, self.layout.tp_size)) for p in Projection},
+            "row_order": {p.name.lower(): row_order(p).value for p in Projection},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Packing:
+        """Inverse of ``to_json`` for an object that its schema has accepted."""
+        packing = cls(
+            modes=tuple(Mode(mode) for mode in data["modes"]),
+            layout=ParallelLayout(data["ep_size"], data["tp_size"], Placement(data["placement"])),
+            shape=ExpertShape(data["num_experts"], data["hidden_size"], data["intermediate_size"]),
+            layers=tuple(data["layers"]),
+            prefix=data["prefix"],
+        )
+        if packing.to_json() != {key: data[key] for key in packing.to_json()}:
+            raise FormatError(
+                "the shapes or row orders recorded do not follow from the sizes recorded: altered metadata"
+            )
+        return packing
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """The ``chord`` entry in the ``__metadata__`` of one experts file."""
+
+    packing: Packing
+    layer: int
+    ep_rank: int
+    tp_rank: int
+    experts: tuple[int, ...]
+    """Global ids of the experts in this file."""
+    source: Source
+    tool_version: str = VERSION
+
+    def to_string(self) -> str:
+        """Compact JSON with sorted keys: the same shard gives the same bytes."""
+        return dumps(
+            {
+                "packing": self.packing.to_json(),
+                "layer": self.layer,
+                "ep_rank": self.ep_rank,
+                "tp_rank": self.tp_rank,
+                "experts": list(self.experts),
+                "source": {"repo": self.source.repo, "commit": self.source.commit},
+                "tool_version": self.tool_version,
+            }
+        )
+
+    @classmethod
+    def from_string(cls, text: str, where: str) -> ShardMetadata:
+        """Parse and validate; raises FormatError naming ``where``."""
+        data = checked(text, "shard", where)
+        return cls(
+            packing=Packing.from_json(data["packing"]),
+            layer=data["layer"],
+            ep_rank=data["ep_rank"],
+            tp_rank=data["tp_rank"],
+            experts=tuple(data["experts"]),
+            source=Source(data["source"]["repo"], data["source"]["commit"]),
+            tool_version=data["tool_version"],
+        )
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a packed directory."""
+
+    size: int
+    checksum: str
+    """XXH3-128 of a safetensors file's header bytes (length prefix included), or of any other file's bytes."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``chord-manifest.json``: written last, so its presence means that the directory is complete."""
+
+    packing: Packing
+    ep_ranks: tuple[int, ...]
+    """Ranks whose experts are here; all of them unless only some were asked for."""
+    experts_only: bool
+    source: Source
+    files: Mapping[str, FileRecord]
+    tool_version: str = VERSION
+
+    def to_string(self) -> str:
+        """Indented JSON with sorted keys, ending in a newline."""
+        data = {
+            "packing": self.packing.to_json(),
+            "ep_ranks": list(self.ep_ranks),
+            "experts_of_rank": {
+                str(rank): list(self.packing.layout.experts_of(rank, self.packing.shape.num_experts))
+                for rank in self.ep_ranks
+            },
+            "experts_only": self.experts_only,
+            "source": {"repo": self.source.repo, "commit": self.source.commit, "files": dict(self.source.files)},
+            "files": {name: {"size": f.size, "checksum": f.checksum} for name, f in self.files.items()},
+            "tool_version": self.tool_version,
+        }
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_string(cls, text: str, where: str) -> Manifest:
+        """Parse and validate; raises FormatError naming ``where``."""
+        data = checked(text, "manifest", where)
+        return cls(
+            packing=Packing.from_json(data["packing"]),
+            ep_ranks=tuple(data["ep_ranks"]),
+            experts_only=data["experts_only"],
+            source=Source(data["source"]["repo"], data["source"]["commit"], data["source"]["files"]),
+            files={name: FileRecord(f["size"], f["checksum"]) for name, f in data["files"].items()},
+            tool_version=data["tool_version"],
+        )
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """The manifest of a finished directory; raises FormatError if there is none."""
+        path = directory / MANIFEST
+        try:
+            return cls.from_string(path.read_text(), str(path))
+        except FileNotFoundError:
+            raise FormatError(
+                f"{directory} has no {MANIFEST}: it is not a packed directory, or its conversion has not finished; "
+                "run chord-convert again with the same options to finish it"
+            ) from None
+
+
+def quantization_config(packing: Packing) -> dict[str, Any]:
+    """The ``quantization_config`` of a packed checkpoint's config.json."""
+    return {"quant_method": "chord", **packing.to_json()}
+
+
+def dumps(data: Any) -> str:
+    """Compact JSON with sorted keys."""
+    return json.dumps(data, separators=(",", ":"), sort_keys=True)
+
+
+def checked(text: str, schema_name: str, where: str) -> dict[str, Any]:
+    """Parse JSON and hold it against a schema and this format version; raises FormatError naming ``where``."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise FormatError(
+            f"{where} is not JSON ({error}): the directory is damaged; convert or fetch it again"
+        ) from None
+    packing = data.get("packing") if isinstance(data, dict) else None
+    version = packing.get("format_version") if isinstance(packing, dict) else None
+    if version is not None and version != FORMAT_VERSION:
+        raise FormatError(
+            f"{where} is packed format version {version}; this Chord reads version {FORMAT_VERSION}: "
+            "install the matching chord-moe or convert again"
+        )
+    try:
+        jsonschema.validate(data, schema(schema_name), cls=jsonschema.Draft202012Validator)
+    except jsonschema.ValidationError as error:
+        place = "/".join(str(part) for part in error.absolute_path) or "the top level"
+        raise FormatError(
+            f"{where}: {error.message} at {place}; the file was altered or is from another tool"
+        ) from None
+    assert isinstance(data, dict)
+    return data

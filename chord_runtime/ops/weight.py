@@ -1,0 +1,45 @@
+"""A packed weight as the operators take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from chord_runtime.errors import UsageError
+from chord_runtime.format.block import packed_bytes
+from chord_runtime.format.layout import ALL_MODES, Mode, RowOrder
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One projection of a rank's experts, ready to multiply by."""
+
+    data: Tensor
+    """uint8 [experts, packed_bytes(n, k)], contiguous."""
+    n: int
+    """Rows of one expert's weight: output features."""
+    k: int
+    """Columns: input features."""
+    row_order: RowOrder = RowOrder.PLAIN
+    modes: tuple[Mode, ...] = ALL_MODES
+    """The modes it was packed for; the operators refuse others."""
+
+    def __post_init__(self) -> None:
+        expected = packed_bytes(self.n, self.k)
+        data = self.data
+        if str(data.dtype) != "torch.uint8" or data.dim() != 2 or data.shape[1] != expected or not data.is_contiguous():
+            raise UsageError(
+                f"a packed weight of [{self.n}, {self.k}] is contiguous uint8 [experts, {expected}]; "
+                f"found {data.dtype} {list(data.shape)}"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts on this rank."""
+        return self.data.shape[0]
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether rows are gate and up, 8 by 8."""
+        return self.row_order is RowOrder.GATE_UP_8
