@@ -1,0 +1,64 @@
+"""A wheel carries what a checkout has: kernels, schemas, the native packer; and it works from another folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    # Build from a copy: setuptools leaves a build/ folder behind, whose old files would travel in the next wheel.
+    source = out / "source"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source],
+        check=True,
+        capture_output=True,
+    )
+    return next(out.glob("*.whl"))
+
+
+def test_carries_every_file(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("chord_convert", "chord_runtime"):
+        expected = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
+        assert expected <= names, "a package is missing from [tool.setuptools] packages"
+    for folder in ("csrc", "schemas"):
+        sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".cu", ".cuh", ".json"}]
+        assert sources
+        assert {f"chord_runtime/{path.relative_to(ROOT)}" for path in sources} <= names
+    assert any(name.startswith("chord_runtime/format/_pack") for name in names)
+
+
+def test_works_installed(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel], check=True
+    )
+    program = (
+        "import chord_runtime, pathlib\n"
+        "from chord_runtime.resources import csrc_dir, schema\n"
+        "from chord_runtime.format import native\n"
+        "assert pathlib.Path(chord_runtime.__file__).is_relative_to(pathlib.Path('site').resolve())\n"
+        "assert list((csrc_dir() / 'kernels').glob('*.cu')) and schema('manifest')\n"
+        "assert native.available()\n"
+        "print('works')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "works\n", done.stderr
