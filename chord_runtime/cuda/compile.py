@@ -88,7 +88,9 @@ def arch_of(capability: tuple[int, int]) -> str:
     return arch
 
 
-def compile_kernel(name: str, defines: Mapping[str, int], arch: str, *, root: Path | None = None) -> Cubin:
+def compile_kernel(
+    name: str, defines: Mapping[str, int], arch: str, *, root: Path | None = None, warn: bool = True
+) -> Cubin:
     """Compile ``kernels/{name}.cu``, or read it from the disk cache.
 
     Args:
@@ -96,6 +98,7 @@ def compile_kernel(name: str, defines: Mapping[str, int], arch: str, *, root: Pa
         defines: macros, each an integer.
         arch: ``sm_90a``, ``sm_100a``, ``sm_103a`` or ``sm_120a``.
         root: the folder that ``#include "chord/…"`` starts from; the package's csrc/ by default.
+        warn: warn of what ``Cubin.problems`` finds; a caller that reports it itself says False.
 
     Raises:
         KernelError: no NVRTC, an unknown architecture or kernel, or a compile error (with the log's first lines).
@@ -115,7 +118,7 @@ def compile_kernel(name: str, defines: Mapping[str, int], arch: str, *, root: Pa
             if (found := _decode(disk.read(entry))) is None:
                 found = _compile(name, dict(defines), arch, sources, [*options, f"--include-path={root}"])
                 disk.write(entry, _encode(found))
-    if bad := found.problems():
+    if warn and (bad := found.problems()):
         warnings.warn(f"kernel {found.title} will be slow: {'; '.join(bad)}", RuntimeWarning, stacklevel=2)
     return found
 

@@ -1,0 +1,75 @@
+"""Compile ahead, in parallel, every kernel instantiation that selection can choose: for first calls, and for CI."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from chord_runtime.cuda.compile import SHARED_LIMIT, Cubin, arch_of, compile_kernel
+from chord_runtime.errors import KernelError
+
+Instantiation = tuple[str, Mapping[str, int], str]
+"""Kernel name, defines, architecture."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one instantiation."""
+
+    name: str
+    defines: Mapping[str, int]
+    arch: str
+    cubin: Cubin | None  # None if it does not compile
+    problems: tuple[str, ...]
+    seconds: float  # of this call: a compile, or a read of the cache
+
+
+def detected_archs() -> list[str]:
+    """The architectures of this machine's GPUs, each once.
+
+    Raises:
+        KernelError: there is no GPU, or one that Chord does not support.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise KernelError(
+            f"no CUDA device is visible, so the architecture must be named: --arch, one of {', '.join(SHARED_LIMIT)}"
+        )
+    return list(dict.fromkeys(arch_of(torch.cuda.get_device_capability(index)) for index in range(count)))
+
+
+def instantiations(archs: Iterable[str]) -> list[Instantiation]:
+    """Everything that ``select`` can choose on these architectures."""
+    from chord_runtime.cuda import select
+
+    return [(name, defines, arch) for arch in archs for name, defines in select.all_configs(arch)]
+
+
+def warm_up(work: Iterable[Instantiation], *, jobs: int | None = None, root: Path | None = None) -> Iterator[Outcome]:
+    """Compile each instantiation into the cache; outcomes come in the order of ``work``, as they are ready.
+
+    Args:
+        work: from ``instantiations``.
+        jobs: compiles at once; by default one for each core this process may use.
+        root: source root, as for ``compile_kernel``.
+    """
+    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        yield from pool.map(lambda item: _one(item, root), work)
+
+
+def _one(item: Instantiation, root: Path | None) -> Outcome:
+    name, defines, arch = item
+    started = time.perf_counter()
+    cubin, problems = None, []
+    try:
+        cubin = compile_kernel(name, defines, arch, root=root, warn=False)
+        problems = cubin.problems()
+    except KernelError as error:
+        problems = [str(error)]
+    return Outcome(name, defines, arch, cubin, tuple(problems), time.perf_counter() - started)

@@ -1,0 +1,91 @@
+"""Compiling ahead, and the check that CI runs on every instantiation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA bindings are an extra")
+
+from chord_runtime.commands import warmup as command_module
+from chord_runtime.cuda import compile, warmup
+from chord_runtime.errors import KernelError
+from tests.cuda.sources import SLOW, write_sources
+
+GOOD = [("scale", {"TIMES": times}, arch) for times in (2, 3) for arch in ("sm_90a", "sm_100a")]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "csrc"
+    write_sources(source)
+    for name, text in SLOW.items():
+        (source / "kernels" / f"{name}.cu").write_text(text)
+    monkeypatch.setattr(compile, "csrc_dir", lambda: source)
+    return source
+
+
+def run(monkeypatch: pytest.MonkeyPatch, work: list[warmup.Instantiation], *options: str) -> tuple[int, str]:
+    monkeypatch.setattr(command_module, "instantiations", lambda archs: [item for item in work if item[2] in archs])
+    result = CliRunner().invoke(command_module.warmup, ["--jobs", "2", *options])
+    assert result.exception is None or isinstance(result.exception, KernelError), result.exception
+    return (0 if result.exception is None else 1), result.output + str(result.exception or "")
+
+
+def test_outcomes_keep_the_order_and_fill_the_cache(root: Path) -> None:
+    first = list(warmup.warm_up(GOOD, jobs=2))
+    assert [(item.name, item.defines, item.arch) for item in first] == GOOD
+    assert all(item.cubin and not item.cubin.cached and item.problems == () for item in first)
+    assert all(item.cubin and item.cubin.cached for item in warmup.warm_up(GOOD))
+
+
+def test_command_prints_a_table_for_the_named_architecture(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = run(monkeypatch, GOOD, "--arch", "sm_100a", "--check")
+    assert code == 0
+    lines = text.splitlines()
+    assert lines[0].split() == ["arch", "registers", "shared", "B", "spill", "B", "seconds", "from", "kernel"]
+    assert [line.split()[0] for line in lines[1:3]] == ["sm_100a"] * 2
+    assert lines[1].endswith("scale TIMES=2")
+    assert lines[3].startswith("2 kernels in ")
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_check_fails_on_what_makes_a_kernel_slow(root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    work = [*GOOD, (name, {}, "sm_90a")]
+    code, text = run(monkeypatch, work, "--arch", "sm_90a")
+    assert code == 0, "without --check a slow kernel is reported, not refused"
+    code, text = run(monkeypatch, work, "--arch", "sm_90a", "--check")
+    assert code == 1
+    assert "1 of 3 kernels failed; the first: " in text
+
+
+def test_a_kernel_that_does_not_compile_fails_without_check(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "kernels" / "broken.cu").write_text("int x = ;\n")
+    code, text = run(monkeypatch, [("broken", {}, "sm_90a"), *GOOD], "--arch", "sm_90a")
+    assert code == 1
+    assert "kernel broken() does not compile for sm_90a" in text
+    assert "scale TIMES=3" in text, "the others are compiled all the same"
+
+
+def test_json_is_one_object_a_kernel(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text = run(monkeypatch, GOOD, "--arch", "sm_90a", "--json")
+    assert code == 0
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [(row["kernel"], row["defines"]) for row in rows] == [("scale", {"TIMES": 2}), ("scale", {"TIMES": 3})]
+    assert all(row["registers"] > 0 and row["problems"] == [] for row in rows)
+
+
+def test_architecture_must_be_named_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(KernelError, match=r"no CUDA device is visible.*--arch, one of sm_90a"):
+        warmup.detected_archs()
+
+
+def test_architectures_of_mixed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: [(9, 0), (10, 0), (9, 0)][index])
+    assert warmup.detected_archs() == ["sm_90a", "sm_100a"]
