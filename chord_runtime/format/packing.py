@@ -57,14 +57,18 @@ def check_scales(scale: Tensor) -> None:
         )
 
 
-def pack(words: Tensor, scale: Tensor) -> Tensor:
+def pack(words: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """Pack one weight: int32 [N, K/8] and bfloat16 [N, K/32] → uint8 [packed_bytes(N, K)] on the same device.
+
+    ``out``, when given, is a contiguous tensor of that size that receives the bytes.
 
     Raises UsageError for dtypes and shapes, ScaleError for a scale that cannot be stored exactly.
     """
     n, k = check_source(words, scale)
     check_scales(scale)
-    blocks = torch.empty(n // STRIP_ROWS, k // BLOCK_K, 2, BLOCK_BYTES, dtype=torch.uint8, device=words.device)
+    if out is None:
+        out = torch.empty(packed_bytes(n, k), dtype=torch.uint8, device=words.device)
+    blocks = out.view(n // STRIP_ROWS, k // BLOCK_K, 2, BLOCK_BYTES)
     # Axes, outermost first: N = strip, half, w, h, r and K = block, t, g, q, e (docs/format.md).
     nibbles = words.contiguous().view(torch.uint8)
     codes = torch.stack((nibbles & 15, nibbles >> 4), -1).view(n // STRIP_ROWS, 2, 4, 2, 8, k // BLOCK_K, 4, 2, 4, 2)
@@ -73,7 +77,7 @@ def pack(words: Tensor, scale: Tensor) -> Tensor:
     scales = (scale.float().view(-1, 2, 8, k // GROUP_SIZE) * _exponents(scale.device)).to(torch.bfloat16)
     scales = scales.view(n // STRIP_ROWS, 2, 4, 2, 8, k // BLOCK_K, 2).permute(0, 5, 1, 2, 4, 6, 3).contiguous()
     blocks[..., CODE_BYTES:] = scales.view(torch.uint8).view(*blocks.shape[:3], BLOCK_BYTES - CODE_BYTES)
-    return blocks.view(-1)
+    return out
 
 
 def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -83,9 +87,11 @@ def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     return (nibbles[..., 0] | nibbles[..., 1] << 4).contiguous().view(torch.int32), scale
 
 
-def pack_gate_up(gate_words: Tensor, gate_scale: Tensor, up_words: Tensor, up_scale: Tensor) -> Tensor:
-    """Pack gate and up ([I, K] each) as one [2·I, K] weight in ``gate_up_8`` row order."""
-    return pack(interleave(gate_words, up_words), interleave(gate_scale, up_scale))
+def pack_gate_up(
+    gate_words: Tensor, gate_scale: Tensor, up_words: Tensor, up_scale: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Pack gate and up ([I, K] each) as one [2·I, K] weight in ``gate_up_8`` row order; ``out`` as in ``pack``."""
+    return pack(interleave(gate_words, up_words), interleave(gate_scale, up_scale), out)
 
 
 def unpack_gate_up(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,7 +135,7 @@ def _codes_and_scale(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     codes = torch.stack((pairs & 15, pairs >> 4), 3).reshape(n, k)
     stored = blocks[..., CODE_BYTES:].contiguous().view(torch.bfloat16).view(*blocks.shape[:3], 4, 8, 2, 2)
     scale = stored.permute(0, 2, 3, 6, 4, 1, 5).reshape(n // 16, 2, 8, k // GROUP_SIZE)
-    return codes, (scale.float() / _exponents(packed.device)).to(torch.bfloat16).view(n, k // GROUP_SIZE)
+    return codes, (scale.float() / _exponents(packed.device)).to(torch.bfloat16).reshape(n, k // GROUP_SIZE)
 
 
 def _exponents(device: torch.device) -> Tensor:

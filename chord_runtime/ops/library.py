@@ -1,0 +1,78 @@
+"""The operators as PyTorch sees them: ``torch.ops.chord.contiguous``, ``.masked`` and ``.indexed``.
+
+They write into ``out`` and return nothing, so that a caller can reuse buffers and capture CUDA graphs; call them
+through :mod:`chord_runtime.ops.api`, which checks arguments and allocates. ``w`` is uint8 [experts, bytes], ``n`` the
+rows of one expert's weight; ``gate_up`` says that they are gate and up, 8 by 8 (stored un-interleaved as [gate | up],
+or with ``swiglu`` as n/2 columns silu(gate)·up). Definitions go straight to the dispatcher: the ``custom_op``
+decorator costs five times the host time a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chord_runtime.errors import UsageError
+from chord_runtime.ops import reference
+
+_SCHEMAS = {
+    "contiguous": "(Tensor a, Tensor w, Tensor m_indices, Tensor? row_weight, Tensor(a!) out, "
+    "int n, bool gate_up, bool swiglu) -> ()",
+    "masked": "(Tensor a, Tensor w, Tensor masked_m, int expected_m, Tensor? row_weight, Tensor(a!) out, "
+    "int n, bool gate_up, bool swiglu) -> ()",
+    "indexed": "(Tensor x, Tensor w, Tensor sorted_ids, Tensor expert_ids, Tensor num_tokens_padded, int top_k, "
+    "int block_size, Tensor? topk_weights, Tensor(a!) out, int n, bool gate_up, bool swiglu) -> ()",
+}
+
+_library = torch.library.Library("chord", "DEF")
+
+
+def _refuse_grad(args: tuple[Any, ...]) -> None:
+    """Raise UsageError if a gradient is asked for: without this, autograd would silently drop it."""
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                raise UsageError(
+                    "an input of a chord operator requires a gradient; packed INT4 experts are for inference: "
+                    "call under torch.no_grad() or torch.inference_mode(), or detach the input"
+                )
+
+
+def _cpu(name: str) -> Callable[..., None]:
+    kernel: Callable[..., None] = getattr(reference, name)
+
+    def run(*args: Any) -> None:
+        _refuse_grad(args)
+        kernel(*args)
+
+    return run
+
+
+def _cuda(name: str) -> Callable[..., None]:
+    """The CUDA kernel of an operator, found at its first call: importing this package needs no CUDA."""
+    kernel: Callable[..., None] | None = None
+
+    def run(*args: Any) -> None:
+        nonlocal kernel
+        if kernel is None:
+            from chord_runtime.cuda import launch
+
+            kernel = getattr(launch, name)
+        _refuse_grad(args)
+        kernel(*args)
+
+    return run
+
+
+def _fake(*args: Any) -> None:
+    """Shapes need no computing: the operators return nothing."""
+    _refuse_grad(args)
+
+
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+    _library.impl(_name, _cpu(_name), "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _cuda(_name), "CUDA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"chord::{_name}", _fake, lib=_library)

@@ -1,0 +1,94 @@
+"""The three operators in plain PyTorch: what the CPU runs, and what the GPU kernels are held against.
+
+They round exactly where the kernels do: the dequantised weight to BF16, sums in FP32, SwiGLU and the row's weight in
+FP32, and the result to BF16 once. One expert's weight is dequantised at a time. The rows of an expert are multiplied
+together and in the order of their source rows, so the three modes give the same bits for the same routing.
+
+Arguments are those of the operators in :mod:`chord_runtime.ops.library`; routing values are taken as valid
+(:mod:`chord_runtime.ops.validate` checks them), rows that no expert owns are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chord_runtime.format.packing import deinterleave, dequantize
+
+
+def contiguous(
+    a: Tensor, w: Tensor, m_indices: Tensor, row_weight: Tensor | None, out: Tensor, n: int, gate_up: bool, swiglu: bool
+) -> None:
+    """Row i of ``a`` [M, K] times expert ``m_indices[i]``; −1 is padding."""
+    for expert, rows in _groups(m_indices):
+        weight = None if row_weight is None else row_weight[rows]
+        out[rows] = expert_rows(a[rows], w[expert], weight, n, gate_up, swiglu)
+
+
+def masked(
+    a: Tensor,
+    w: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    row_weight: Tensor | None,
+    out: Tensor,
+    n: int,
+    gate_up: bool,
+    swiglu: bool,
+) -> None:
+    """The first ``masked_m[g]`` rows of group g of ``a`` [G, max_m, K] or [G·max_m, K] times expert g."""
+    counts = masked_m.tolist()
+    a = a.view(-1, a.shape[-1])
+    capacity = a.shape[0] // len(counts)
+    for expert, count in enumerate(counts):
+        if count > 0:
+            rows = slice(expert * capacity, expert * capacity + count)
+            weight = None if row_weight is None else row_weight.view(-1)[rows]
+            out[rows] = expert_rows(a[rows], w[expert], weight, n, gate_up, swiglu)
+
+
+def indexed(
+    x: Tensor,
+    w: Tensor,
+    sorted_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_padded: Tensor,
+    top_k: int,
+    block_size: int,
+    topk_weights: Tensor | None,
+    out: Tensor,
+    n: int,
+    gate_up: bool,
+    swiglu: bool,
+) -> None:
+    """Row id // top_k of ``x`` [T, K] times the expert of the block that id stands in, to row id of ``out``."""
+    used = int(num_tokens_padded)
+    ids = sorted_ids[:used].long()
+    experts = expert_ids[: -(-used // block_size)].repeat_interleave(block_size)[:used]
+    experts = torch.where(ids < x.shape[0] * top_k, experts, -1)
+    for expert, places in _groups(experts):
+        rows = ids[places]
+        weight = None if topk_weights is None else topk_weights.view(-1)[rows]
+        out[rows] = expert_rows(x[rows // top_k], w[expert], weight, n, gate_up, swiglu)
+
+
+def expert_rows(rows: Tensor, packed: Tensor, row_weight: Tensor | None, n: int, gate_up: bool, swiglu: bool) -> Tensor:
+    """Rows [R, K] times one packed expert: bfloat16 [R, n], or [R, n/2] after SwiGLU."""
+    weight = dequantize(packed, n, rows.shape[1])
+    if gate_up:
+        weight = torch.cat(deinterleave(weight))
+    result = rows.float() @ weight.float().T
+    if swiglu:
+        gate, up = result.chunk(2, 1)
+        result = torch.nn.functional.silu(gate) * up
+    if row_weight is not None:
+        result = result * row_weight.unsqueeze(1)
+    return result.to(torch.bfloat16)
+
+
+def _groups(experts: Tensor) -> list[tuple[int, Tensor]]:
+    """(expert, its places, ascending) for every expert ≥ 0 that occurs in a list of experts."""
+    order = torch.argsort(experts, stable=True)
+    found, counts = torch.unique_consecutive(experts[order], return_counts=True)
+    groups = zip(found.tolist(), order.split(counts.tolist()), strict=True)
+    return [(expert, places) for expert, places in groups if expert >= 0]
