@@ -22,6 +22,6 @@ def open_source(model: str, revision: str | None = None, token: str | None = Non
     """
     if Path(model).is_dir():
         return LocalSource(model)
-    from chord_convert.source.hub import HubSource
+    from chord_convert.source.hub import open_hub
 
-    return HubSource(model, revision, token)
+    return open_hub(model, revision, token)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from chord_convert.report import name as printable
 from chord_convert.source.base import FileInfo, Identity, Source, digest
+from chord_convert.source.pread import FileReader, LocalFile
 from chord_runtime.errors import SourceError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# One read call moves at most this much: the kernel's own limit is 2 GiB, and Ctrl-C is seen between calls.
-_READ_BYTES = 64 << 20
 
 
 class LocalSource(Source):
@@ -29,10 +26,9 @@ class LocalSource(Source):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._root = Path(directory).absolute()
-        self._lock = threading.Lock()
-        self._open: dict[str, tuple[int, int]] = {}
+        self._reader = FileReader()
         self._files: dict[str, FileInfo] = {}
-        self._mtime: dict[str, int] = {}
+        self._local: dict[str, LocalFile] = {}
         try:
             self._list(self._root, "")
         except OSError as error:
@@ -47,16 +43,12 @@ class LocalSource(Source):
         for entry in entries:
             if entry.name.startswith("."):
                 continue
+            path, name = Path(entry.path), prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
-                self._list(folder / entry.name, f"{prefix}{entry.name}/")
+                self._list(path, f"{name}/")
             elif entry.is_file():
-                status = entry.stat()
-                known = _download_record(self._root, prefix + entry.name, status.st_mtime)
-                blob = Path(entry.path).readlink().name if entry.is_symlink() else known[1]
-                self._files[prefix + entry.name] = FileInfo(
-                    size=status.st_size, sha256=blob if blob and _SHA256.fullmatch(blob) else None
-                )
-                self._mtime[prefix + entry.name] = status.st_mtime_ns
+                file = self._local[name] = LocalFile.of(path)
+                self._files[name] = FileInfo(file.size, sha256=_sha256(self._root, name, file))
 
     def files(self) -> Mapping[str, FileInfo]:
         """See :meth:`Source.files`. Hidden files and folders are left out."""
@@ -65,48 +57,16 @@ class LocalSource(Source):
     def fingerprint(self) -> str:
         """See :meth:`Source.fingerprint`: the commit, and every file's name, size and time of change."""
         parts = [self.identity.commit or ""]
-        for file, info in self._files.items():
-            parts += [file, str(info.size), str(self._mtime[file])]
+        for name, file in self._local.items():
+            parts += [name, str(file.size), str(file.modified)]
         return digest(parts)
 
-    def _descriptor(self, file: str) -> tuple[int, int]:
-        with self._lock:
-            held = self._open.get(file)
-            if held is None:
-                descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
-                held = self._open[file] = (descriptor, self._mtime[file])
-            return held
-
     def _read_into(self, file: str, start: int, out: memoryview) -> None:
-        try:
-            descriptor, modified = self._descriptor(file)
-            done = 0
-            while done < len(out):
-                count = os.preadv(descriptor, [out[done : done + _READ_BYTES]], start + done)
-                if count == 0:
-                    raise SourceError(
-                        f"{printable(file)}: the file ended at byte {start + done}, it had "
-                        f"{self._files[file].size} when the run began; something shortened it: "
-                        "restore the file and run again."
-                    )
-                done += count
-            status = os.fstat(descriptor)
-        except OSError as error:
-            raise SourceError(
-                f"{printable(file)}: reading {len(out)} bytes at {start} failed: {error.strerror} "
-                f"(errno {error.errno}); check the disk or the network file system and run again."
-            ) from None
-        if (status.st_size, status.st_mtime_ns) != (self._files[file].size, modified):
-            raise SourceError(
-                f"{printable(file)}: the file changed while it was read; wait until nothing writes to it and run again."
-            )
+        self._reader.read_into(self._local[file], file, start, out)
 
     def close(self) -> None:
         """See :meth:`Source.close`."""
-        with self._lock:
-            held, self._open = self._open, {}
-        for descriptor, _ in held.values():
-            os.close(descriptor)
+        self._reader.close()
 
 
 def _origin(root: Path, files: Mapping[str, FileInfo]) -> tuple[str, str | None]:
@@ -114,18 +74,26 @@ def _origin(root: Path, files: Mapping[str, FileInfo]) -> tuple[str, str | None]
     snapshots, repository = root.parent, root.parent.parent
     if snapshots.name == "snapshots" and _COMMIT.fullmatch(root.name) and repository.name.startswith("models--"):
         return repository.name.removeprefix("models--").replace("--", "/", 1), root.name
-    commits = {_download_record(root, file, None)[0] for file in files}
+    commits = {(_download_record(root, name) or (None, "", 0.0))[0] for name in files}
     return root.name or "checkpoint", commits.pop() if len(commits) == 1 else None
 
 
-def _download_record(root: Path, file: str, modified: float | None) -> tuple[str | None, str | None]:
-    """Commit and ETag that ``hf download --local-dir`` noted for a file, unless it was ``modified`` afterwards."""
-    record = root / ".cache" / "huggingface" / "download" / f"{file}.metadata"
+def _sha256(root: Path, name: str, file: LocalFile) -> str | None:
+    """The hash of a large file where it is written down: the name of the cache's blob, or the download record."""
+    if file.path.is_symlink():
+        known = file.path.readlink().name
+    else:
+        record = _download_record(root, name)
+        # The record is written just after the file; one second covers coarse file times.
+        known = record[1] if record and file.modified / 1e9 - 1 <= record[2] else ""
+    return known if _SHA256.fullmatch(known) else None
+
+
+def _download_record(root: Path, name: str) -> tuple[str | None, str, float] | None:
+    """Commit, ETag and time that ``hf download --local-dir`` noted for a file, or None."""
     try:
-        commit, etag, noted = record.read_text().split()[:3]
-        # The record is written just after the file; one second covers coarse file times, as huggingface_hub has it.
-        if modified is not None and modified - 1 > float(noted):
-            return None, None
+        text = (root / ".cache" / "huggingface" / "download" / f"{name}.metadata").read_text()
+        commit, etag, noted = text.split()[:3]
+        return (commit if _COMMIT.fullmatch(commit) else None), etag, float(noted)
     except (OSError, ValueError):
-        return None, None
-    return (commit if _COMMIT.fullmatch(commit) else None), etag
+        return None
