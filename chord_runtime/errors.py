@@ -35,5 +35,9 @@ class OutputError(ChordError):
     """The output directory cannot be used: other options, locked by another run, or not enough space."""
 
 
+class Unfinished(ChordError):
+    """A conversion ended early, by its ``__cause__``; what it finished is kept and the same call goes on from there."""
+
+
 class KernelError(ChordError):
     """A CUDA kernel cannot be compiled, loaded or launched here."""

@@ -1,0 +1,129 @@
+"""A conversion from end to end: open, validate, plan, claim the directory, run what is missing, finish."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chord_convert.checkpoint import Checkpoint
+from chord_convert.executors import threads
+from chord_convert.finish import finish, provenance
+from chord_convert.plan import Options, Plan, Task, human, make_plan
+from chord_convert.progress import Progress
+from chord_convert.resume import Part, claim, gate, is_finished, record
+from chord_convert.source import Source, open_source
+from chord_convert.validate import validate
+from chord_runtime.errors import CheckpointError, OutputError, SourceError, Unfinished
+from chord_runtime.format.layout import MANIFEST
+from chord_runtime.format.metadata import Source as Provenance
+
+Run = Callable[[list[Task], Source, Path, int, Progress], None]
+"""An executor: (tasks, source, directory, workers, progress)."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated source and the plan for it."""
+
+    source: Source
+    checkpoint: Checkpoint
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run did. ``missing`` files are left to other parts; 0 means that the directory is finished."""
+
+    written_bytes: int
+    kept_bytes: int
+    missing: int
+    seconds: float
+
+
+def prepare(model: str, options: Options, revision: str | None = None, token: str | None = None) -> Prepared:
+    """Open and validate ``model`` and plan its conversion.
+
+    Raises CheckpointError with every problem found, SourceError, or UsageError.
+    """
+    source = open_source(model, revision, token)
+    report = validate(source)
+    if report.checkpoint is None:
+        lines = "\n  ".join(str(problem) for problem in report.problems)
+        raise CheckpointError(f"{model} cannot be converted:\n  {lines}")
+    return Prepared(source, report.checkpoint, make_plan(report.checkpoint, source.identity, options))
+
+
+def convert(
+    prepared: Prepared,
+    directory: Path,
+    *,
+    workers: int = 2,
+    part: Part | None = None,
+    run: Run = threads.run,
+    progress: Progress | None = None,
+) -> Result:
+    """Write the packed directory, or what is missing of it; with ``part`` only this part's share.
+
+    Raises OutputError if the directory is refused, ScaleError for a weight that the format cannot hold, and Unfinished
+    when reading or writing failed on the way.
+    """
+    started = time.monotonic()
+    progress = progress or Progress()
+    source, plan = prepared.source, prepared.plan
+    origin = provenance(source, plan)
+    with claim(directory, record(plan, origin), source.fingerprint(), part) as finished:
+        if finished:
+            return Result(0, plan.write_bytes, 0, time.monotonic() - started)
+        mine = plan.tasks if part is None else plan.tasks[part[0] :: part[1]]
+        todo = [task for task in mine if not is_finished(directory, task)]
+        total, missing = _size(mine), _size(todo)
+        check_space(directory, missing)
+        progress.start(total, total - missing)
+        try:
+            run(todo, source, directory, workers, progress)
+            rest = _finish_if_last(prepared, directory, origin)
+        except (OutputError, SourceError) as error:
+            raise Unfinished(str(error)) from error
+        finally:
+            progress.close()
+    result = Result(missing, total - missing, rest, time.monotonic() - started)
+    progress.event("end", written_bytes=missing, missing_files=rest, seconds=round(result.seconds, 3))
+    return result
+
+
+def _finish_if_last(prepared: Prepared, directory: Path, origin: Provenance) -> int:
+    """Finish the directory if every planned file is there; returns how many are not."""
+    plan = prepared.plan
+    with gate(directory):
+        # Another part may have finished the directory while this one waited at the gate.
+        if (directory / MANIFEST).exists():
+            return 0
+        rest = sum(len(task.outputs) for task in plan.tasks if not is_finished(directory, task))
+        if not rest:
+            finish(directory, plan, prepared.checkpoint, prepared.source, origin)
+        return rest
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """Raise OutputError unless ``needed`` bytes are free where ``directory`` is or will be."""
+    free = free_space(directory)
+    if free < needed:
+        raise OutputError(
+            f"{directory}: {human(needed)} are needed, {human(free)} are free; make room, choose another disk with -o, "
+            "or convert fewer ranks at a time with --ranks"
+        )
+
+
+def free_space(directory: Path) -> int:
+    """Free bytes of the file system that ``directory`` is on, or will be."""
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _size(tasks: list[Task] | tuple[Task, ...]) -> int:
+    return sum(output.layout.size for task in tasks for output in task.outputs)

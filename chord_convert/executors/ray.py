@@ -1,0 +1,72 @@
+"""Tasks on a Ray cluster whose nodes share the output directory. Needs ``pip install chord-moe[ray]``.
+
+Tasks are safe to repeat, so Ray may run one again whose worker or node died; the file it was writing is written anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chord_convert.plan import Task
+from chord_convert.progress import Progress
+from chord_convert.source import Source, open_source
+from chord_convert.tasks import Buffers, run_task
+from chord_runtime.errors import ChordError, Unfinished, UsageError
+
+_RETRIES = 5
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def run(
+    tasks: list[Task],
+    source: Source,
+    directory: Path,
+    workers: int,
+    progress: Progress,
+    *,
+    address: str | None = None,
+    token: str | None = None,
+) -> None:
+    """Do the tasks on Ray, at most ``workers`` at a time.
+
+    Raises UsageError without Ray, Unfinished if a task's workers kept dying, and what the task raised otherwise.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("--executor ray needs Ray: pip install chord-moe[ray], or use --executor threads") from None
+    if not ray.is_initialized():
+        ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False, include_dashboard=False)
+    do = ray.remote(max_retries=_RETRIES, num_cpus=1)(_do)
+    place, commit = source.identity.location, source.identity.commit
+    waiting = list(reversed(tasks))
+    running: dict[Any, Task] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                task = waiting.pop()
+                running[do.remote(task, place, commit, token, str(directory.absolute()))] = task
+            done, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
+            for reference in done:
+                node = ray.get(reference)
+                for output in running.pop(reference).outputs:
+                    progress.add(0, output.layout.size)
+                    progress.event("file", name=output.name, bytes=output.layout.size, node=node)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise (cause if isinstance(cause, ChordError) else error) from None
+    except ray.exceptions.RayError as error:
+        raise Unfinished(f"Ray gave up on a task after {_RETRIES} tries: {error}") from None
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def _do(task: Task, place: str, commit: str | None, token: str | None, directory: str) -> str:
+    """One task in a Ray worker; returns the node's id."""
+    import ray
+
+    with open_source(place, commit, token) as source:
+        run_task(task, source, Path(directory), Buffers(), lambda count: None)
+    return str(ray.get_runtime_context().get_node_id())

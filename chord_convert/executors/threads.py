@@ -1,0 +1,55 @@
+"""Tasks on threads of this process: reading, packing, hashing and writing all let go of the interpreter's lock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from chord_convert.plan import Task
+from chord_convert.progress import Progress
+from chord_convert.source.base import Source
+from chord_convert.tasks import Buffers, run_task
+
+
+class _Stopped(Exception):
+    """Another worker failed, or Ctrl-C."""
+
+
+def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, progress: Progress) -> None:
+    """Do the tasks on ``workers`` threads.
+
+    The first error stops the other workers, which remove what they have not finished, and is raised; so is
+    KeyboardInterrupt.
+    """
+    stop = threading.Event()
+    queue = iter(list(tasks))
+    queue_lock = threading.Lock()
+
+    def work(number: int) -> None:
+        buffers = Buffers()
+
+        def tick(count: int) -> None:
+            progress.add(number, count)
+            if stop.is_set():
+                raise _Stopped
+
+        while not stop.is_set():
+            with queue_lock:
+                task = next(queue, None)
+            if task is None:
+                return
+            run_task(task, source, directory, buffers, tick)
+            for output in task.outputs:
+                progress.event("file", name=output.name, bytes=output.layout.size, worker=number)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
+        futures = [pool.submit(work, number) for number in range(workers)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
+        raise error

@@ -1,0 +1,214 @@
+"""Durable files: written aside, checksummed on the way, synced, renamed. A file under its final name is complete.
+
+Data go out in large aligned writes past the page cache where the file system allows it: the cache is left to whoever
+needs it, and the final sync has little left to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from chord_runtime.errors import OutputError
+from chord_runtime.format.shard import ALIGNMENT, ShardLayout
+
+TEMPORARY = ".tmp"
+STAGE_BYTES = 8 << 20
+"""What a worker gathers for one write, shared among the files it writes at a time."""
+
+_REASONS = {
+    errno.ENOSPC: "no space is left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EIO: "the device reports an I/O error",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+}
+
+
+def output_error(path: Path, error: OSError) -> OutputError:
+    """One clear error for a failed write."""
+    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    try:
+        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        free = ""
+    return OutputError(f"{path}: cannot be written: {reason}{free}. Finished files are kept: mend that and run again.")
+
+
+class ShardWriter:
+    """Writes one safetensors file whose layout is known, tensor after tensor, through a stage buffer.
+
+    ``take(n)`` lends n bytes of the stage to be filled, ``put(n)`` says that they are: chunks may be of any size but do
+    not cross the end of a tensor. ``commit()`` makes the file durable under its final name; without it, leaving the
+    context removes what was written. Raises OutputError where the file system does.
+    """
+
+    def __init__(self, path: Path, layout: ShardLayout, stage: memoryview) -> None:
+        self._path, self._layout, self._stage = path, layout, stage
+        self._temporary = path.with_name(path.name + TEMPORARY)
+        self._used = 0
+        self._offset = layout.data_start
+        self._hash = xxhash.xxh3_128()
+        self._checksums: list[str] = []
+        self._missing = layout.tensors[0].nbytes
+        self._committed = False
+        self._file = _open_locked(self._temporary)
+        self._end_tensors()
+
+    def take(self, count: int) -> memoryview:
+        """``count`` writable bytes, valid until the next call of any method."""
+        if self._used + count > len(self._stage):
+            self._flush()
+        return self._stage[self._used : self._used + count]
+
+    def put(self, count: int) -> None:
+        """The next ``count`` bytes of the current tensor stand in the stage."""
+        self._hash.update(self._stage[self._used : self._used + count])
+        self._used += count
+        self._missing -= count
+        if self._missing < 0:
+            raise ValueError(f"{self._path.name}: a tensor was given {-self._missing} bytes too many")
+        self._end_tensors()
+
+    def commit(self) -> None:
+        """Write what is left and the header, make everything durable, and give the file its name."""
+        if len(self._checksums) != len(self._layout.tensors):
+            raise ValueError(f"{self._path.name}: tensors are missing")
+        self._flush()
+        header = self._layout.header(self._checksums)
+        try:
+            _set_direct(self._file, False)
+            _write_all(self._file, self._stage[: self._used], self._offset)
+            _write_all(self._file, memoryview(header), 0)
+            os.fsync(self._file)
+            self._temporary.rename(self._path)
+            self._committed = True
+            sync_directory(self._path.parent)
+        except OSError as error:
+            raise output_error(self._path, error) from None
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it was committed."""
+        if self._file >= 0:
+            if not self._committed:
+                self._temporary.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_tensors(self) -> None:
+        """Note the checksum of the current tensor if it is complete, and of empty ones that follow it."""
+        sizes = self._layout.tensors
+        while not self._missing and len(self._checksums) < len(sizes):
+            self._checksums.append(self._hash.hexdigest())
+            self._hash.reset()
+            if len(self._checksums) < len(sizes):
+                self._missing = sizes[len(self._checksums)].nbytes
+
+    def _flush(self) -> None:
+        """Write the whole pages of the stage; the rest moves to its front."""
+        whole = self._used // ALIGNMENT * ALIGNMENT
+        try:
+            _write_all(self._file, self._stage[:whole], self._offset)
+        except OSError as error:
+            raise output_error(self._path, error) from None
+        self._stage[: self._used - whole] = bytes(self._stage[whole : self._used])
+        self._offset += whole
+        self._used -= whole
+
+
+def make_stages(count: int, least: int) -> list[memoryview]:
+    """Stage buffers for ``count`` files written at a time, page-aligned as direct I/O needs them.
+
+    Each takes chunks of at least ``least`` bytes.
+    """
+    size = max(STAGE_BYTES // count, least + 2 * ALIGNMENT) // ALIGNMENT * ALIGNMENT
+    whole = memoryview(mmap.mmap(-1, size * count))
+    return [whole[i * size : (i + 1) * size] for i in range(count)]
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a small file durably: aside, synced, renamed. Raises OutputError."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise output_error(path, error) from None
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """Open a temporary for this process alone, emptied. The lock goes with the process, however that ends."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise output_error(path, error) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it before may have renamed or removed it between our open and our lock.
+            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                _set_direct(descriptor, True)
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise OutputError(
+                f"{path} is being written by another run: end it or wait, then run again"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise output_error(path, error) from None
+        os.close(descriptor)
+
+
+def _set_direct(descriptor: int, wanted: bool) -> None:
+    """Turn direct I/O on or off; file systems without it stay as they are."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        try:
+            count = os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            # Direct I/O was accepted for the file, but not for this write.
+            if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+                raise
+            _set_direct(descriptor, False)
+            continue
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            # Starts writing back now, so that the sync at the end does not stall.
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+        data, offset = data[count:], offset + count
