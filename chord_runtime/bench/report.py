@@ -1,0 +1,130 @@
+"""Results as Markdown tables, readable in a terminal and in the docs, and as a comparison of two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from chord_runtime.bench.cases import Case
+from chord_runtime.bench.results import OURS, Results, geometric_mean
+
+TOLERANCE = 0.03
+"""A point this much slower than before is a regression: runs of the same code differ by up to 2 %."""
+
+
+def report(results: Results) -> str:
+    """The whole report: machine, ceilings, a table for each scenario and projection, and the summary."""
+    parts = [_machine(results), _ceilings(results)]
+    for _, group in groupby(results.cases, key=lambda case: (case.scenario.name, case.stage)):
+        parts.append(_table(results, list(group)))
+    parts += [_summary(results), _failures(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def compare(old: Results, new: Results) -> tuple[str, list[Case]]:
+    """A table of the points that both runs measured, and those of them that regressed."""
+    shared = [case for case in new.cases if case.key in old.points and old.us(case) and new.us(case)]
+    ratios = {case.key: (new.us(case) or 0) / (old.us(case) or 1) for case in shared}
+    regressed = [case for case in shared if ratios[case.key] > 1 + TOLERANCE]
+    rows = [
+        [
+            case.key,
+            _us(old.us(case)),
+            _us(new.us(case)),
+            f"{ratios[case.key] - 1:+.1%}",
+            "slower" if case in regressed else "",
+        ]
+        for case in shared
+    ]
+    text = table(["point", "before µs", "now µs", "change", ""], rows)
+    mean = geometric_mean(ratios.values())
+    if mean is None:
+        return "no point was measured in both runs", []
+    if old.machine.get("device") != new.machine.get("device"):
+        text += f"\n\nbefore on {old.machine.get('device')}, now on {new.machine.get('device')}: not the same card"
+    summary = f"{len(shared)} points, geometric mean {mean - 1:+.1%}, {len(regressed)} slower by over {TOLERANCE:.0%}"
+    return f"{text}\n\n{summary}", regressed
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns; all but the first are right-aligned."""
+    rows = [list(row) for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def _machine(results: Results) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in {**results.machine, **results.method}.items())
+
+
+def _ceilings(results: Results) -> str:
+    ceilings = results.ceilings
+    dense = ", ".join(f"{rate:.0f} TFLOP/s ({size}³)" for size, rate in ceilings.dense_tflops.items())
+    return f"ceilings: copy {ceilings.copy_tbps:.2f} TB/s, bulk read {ceilings.read_tbps:.2f} TB/s, cuBLAS bf16 {dense}"
+
+
+def _table(results: Results, cases: list[Case]) -> str:
+    first = cases[0]
+    peers = list(dict.fromkeys(name for case in cases for name in results.peers(case)))
+    others = list(
+        dict.fromkeys(name for case in cases for name in results.points[case.key].timings if name not in (OURS, *peers))
+    )
+    header = [first.scenario.unit, f"{OURS} µs", "20–80 %", "TFLOP/s", "TB/s", "floor µs", "of floor"]
+    header += [f"{name} µs" for name in [*peers, *others]] + ["speed-up"]
+    rows = []
+    for case in cases:
+        point, ours, floor = results.points[case.key], results.us(case), results.floor_us(case)
+        timing = point.timings.get(OURS)
+        row = [str(case.point), _us(ours), f"{timing.low:.1f}–{timing.high:.1f}" if timing else "failed"]
+        row += (
+            [f"{case.flops / ours / 1e6:.0f}", f"{case.weight_bytes(point.active) / ours / 1e6:.2f}"]
+            if ours
+            else ["", ""]
+        )
+        row += [_us(floor), f"{floor / ours:.0%}" if ours else ""]
+        row += [_us(results.peers(case).get(name)) for name in peers] + [_us(results.us(case, name)) for name in others]
+        speedup = results.speedup(case)
+        rows.append([*row, f"{speedup:.2f} ×" if speedup else ""])
+    title = f"### {first.scenario.title}: {first.stage.value}"
+    shape = f"{first.scenario.experts} experts, N = {first.n}, K = {first.k}"
+    return f"{title}\n\n{shape}\n\n{table(header, rows)}"
+
+
+def _summary(results: Results) -> str:
+    speedups = {case.key: found for case in results.cases if (found := results.speedup(case))}
+    if not speedups:
+        return "no speed-up: no W4A16 peer was measured here, and the recorded figures hold for an H200 only"
+    rows = []
+    for name, group in groupby(results.cases, key=lambda case: case.scenario.name):
+        values = [speedups[case.key] for case in group if case.key in speedups]
+        rows.append([name, str(len(values)), _times(geometric_mean(values)), _times(min(values, default=None))])
+    rows.append(["all", str(len(speedups)), _times(geometric_mean(speedups.values())), _times(min(speedups.values()))])
+    worst = min(speedups, key=lambda key: speedups[key])
+    return (
+        "### Speed-up over the better W4A16 peer\n\n"
+        + table(["scenario", "points", "geometric mean", "least"], rows)
+        + f"\n\nleast at {worst}"
+    )
+
+
+def _failures(results: Results) -> str:
+    lines = [
+        f"- {key}: {name}: {reason}" for key, point in results.points.items() for name, reason in point.failures.items()
+    ]
+    return "### Failures\n\n" + "\n".join(lines) if lines else ""
+
+
+def _us(value: float | None) -> str:
+    return f"{value:.1f}" if value is not None else ""
+
+
+def _times(value: float | None) -> str:
+    return f"{value:.2f} ×" if value is not None else ""

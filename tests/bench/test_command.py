@@ -1,0 +1,70 @@
+"""``chord bench`` where there is no GPU: saved runs, comparisons, and the one clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from chord_runtime.bench.results import Measurement
+from chord_runtime.commands.bench import bench
+from chord_runtime.errors import ChordError, KernelError, UsageError
+from tests.bench.samples import sample
+
+
+def run(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(bench, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, (ChordError, SystemExit)), result.exception
+    return result
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    sample().save(tmp_path / "old.json")
+    return tmp_path / "old.json"
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("--quick")
+    assert isinstance(result.exception, UsageError)
+    assert "needs a CUDA GPU" in str(result.exception)
+    assert "chord doctor" in str(result.exception)
+    assert result.output == ""
+
+
+def test_wrong_points_are_told_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "no point matches" in str(run("--points", "nothing").exception)
+
+
+def test_saved_results_are_shown_saved_again_and_plotted(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = run("--from", saved, "--plot", tmp_path / "plot", "--save", tmp_path / "copy.json")
+    assert result.exit_code == 0
+    assert "### Masked decode, EP8: gate_up" in result.output
+    assert f"plotted: {tmp_path / 'plot.png'}, {tmp_path / 'plot.svg'}" in result.output
+    assert (tmp_path / "copy.json").read_text() == saved.read_text()
+
+
+def test_comparison_decides_the_exit_code(saved: Path, tmp_path: Path) -> None:
+    sample(scale=1.1).save(tmp_path / "slow.json")
+    assert run("--from", saved, "--compare", saved).exit_code == 0
+    slower = run("--from", tmp_path / "slow.json", "--compare", saved)
+    assert slower.exit_code == 1
+    assert "12 slower by over 3%" in slower.output
+    assert run("--from", saved, "--compare", tmp_path / "slow.json").exit_code == 0
+
+
+def test_a_failed_point_fails_the_command(tmp_path: Path) -> None:
+    results = sample()
+    results.points["masked/down/8"] = Measurement(48, None, {}, {"chord": "wrong value"})
+    results.save(tmp_path / "bad.json")
+    result = run("--from", tmp_path / "bad.json")
+    assert isinstance(result.exception, KernelError)
+    assert "1 of 12 points failed, the first masked/down/8" in str(result.exception)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "is not a file of bench results" in str(run("--from", tmp_path / "none.json").exception)

@@ -1,0 +1,35 @@
+"""The plot, from recorded numbers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chord_runtime.bench.plot import plot
+from chord_runtime.errors import UsageError
+from tests.bench.samples import sample
+
+
+def test_png_and_svg_with_every_panel(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png, svg = plot(sample(), tmp_path / "made" / "bench")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = svg.read_text()
+    for words in ("Masked decode, EP8", "Indexed, TP8", "rows per expert", "humming", "published", "floor"):
+        assert f"<!-- {words}" in text or words in text
+    assert text == plot(sample(), tmp_path / "again")[1].read_text(), "the same numbers give the same file"
+
+
+def test_one_scenario_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one = replace(sample(), points={"masked/down/8": sample().points["masked/down/8"]})
+    assert plot(one, tmp_path / "one")[0].stat().st_size > 5000
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match=r"chord-moe\[bench\]"):
+        plot(sample(), tmp_path / "bench")

@@ -1,0 +1,111 @@
+"""What is derived from recorded numbers, and how it is shown, saved and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chord_runtime.bench.cases import case_of
+from chord_runtime.bench.report import compare, report, table
+from chord_runtime.bench.results import Measurement, Results, geometric_mean
+from chord_runtime.bench.timing import Timing
+from chord_runtime.errors import UsageError
+from tests.bench.samples import MEASURED, sample
+
+
+def cells(text: str, first: str, title: str) -> list[str]:
+    section = text.split(f"### {title}")[1]
+    [line] = [line for line in section.split("###")[0].splitlines() if line.startswith(f"| {first} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_row_of_the_table() -> None:
+    text = report(sample())
+    row = cells(text, "8", "Masked decode, EP8: gate_up")
+    # 48 experts of 4096 × 7168: 792.7 MB of weights, 45.1 GFLOP; floor 174.2 µs.
+    assert row == ["8", "207.0", "204.9–211.1", "109", "3.83", "174.2", "84%", "241.0", "249.0", "1.16 ×"]
+    assert "48 experts, N = 4096, K = 7168" in text
+    assert "bulk read 4.60 TB/s, cuBLAS bf16 700 TFLOP/s (4096³), 672 TFLOP/s (8192³)" in text
+
+
+def test_speedup_is_over_the_better_peer() -> None:
+    results = sample()
+    assert results.speedup(case_of("masked/gate_up/32")) == pytest.approx(329 / 254)  # published Chord
+    assert results.speedup(case_of("contiguous/gate_up/512")) == pytest.approx(2209 / 2015)  # Humming
+    speedups = [results.speedup(case) for case in results.cases]
+    expected = math.exp(sum(math.log(value) for value in speedups if value) / len(MEASURED))
+    assert results.mean_speedup(results.cases) == pytest.approx(expected)
+    assert cells(report(results), "all", "Speed-up over the better")[1:3] == ["12", f"{expected:.2f} ×"]
+    assert "least at decode/gate_up/20" in report(results)
+
+
+def test_recorded_humming_stands_in_on_an_h200_only() -> None:
+    case = case_of("decode/gate_up/20")
+    assert sample(humming=False).peers(case) == {"humming (recorded)": 212, "novitalabs/chord (published)": 222}
+    assert sample("NVIDIA H100 80GB HBM3").peers(case) == {"humming": 212}
+    other = sample("NVIDIA H100 80GB HBM3", humming=False)
+    assert other.speedup(case) is None
+    assert "no speed-up" in report(other)
+    assert "published" not in report(other)
+
+
+def test_failures_are_shown_and_leave_the_rest() -> None:
+    points = dict(sample().points)
+    points["masked/gate_up/8"] = Measurement(48, None, {"humming": Timing(241, 240, 242, 9)}, {"chord": "wrong value"})
+    text = report(replace(sample(), points=points))
+    assert cells(text, "8", "Masked decode, EP8: gate_up")[1:3] == ["", "failed"]
+    assert "- masked/gate_up/8: chord: wrong value" in text
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run.json"
+    sample().save(path)
+    assert Results.load(path) == sample()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "points": {}}'])
+def test_load_refuses_other_files(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"run\.json"):
+        Results.load(path)
+
+
+def test_compare_finds_what_got_slower() -> None:
+    text, regressed = compare(sample(), sample(scale=1.02))
+    assert regressed == []
+    assert "12 points, geometric mean +2.0%, 0 slower by over 3%" in text
+    text, regressed = compare(sample(), sample(scale=1.05))
+    assert len(regressed) == 12
+    assert "not the same card" in compare(sample("NVIDIA H200 A"), sample("NVIDIA H200 B"))[0]
+    one = replace(sample(), points={"masked/down/8": sample(scale=2).points["masked/down/8"]})
+    text, regressed = compare(sample(), one)
+    assert [case.key for case in regressed] == ["masked/down/8"]
+    assert compare(sample(), replace(sample(), points={}))[0] == "no point was measured in both runs"
+
+
+def test_table_is_aligned_markdown() -> None:
+    assert (
+        table(["a", "µs"], [["long", "1"], ["b", "22"]]) == "| a    | µs |\n|------|---:|\n| long |  1 |\n| b    | 22 |"
+    )
+
+
+def test_timing_of_single_times() -> None:
+    assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 100.0]) == Timing(3.5, 2.0, 5.0, 6)
+    assert geometric_mean([]) is None
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+
+
+def test_saved_json_is_plain(tmp_path: Path) -> None:
+    sample().save(tmp_path / "run.json")
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert data["points"]["masked/gate_up/8"]["timings"]["chord"] == {
+        "us": 207.0,
+        "low": 207 * 0.99,
+        "high": 207 * 1.02,
+        "rounds": 100,
+    }

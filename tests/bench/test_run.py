@@ -1,0 +1,169 @@
+"""The whole path of a measurement on the CPU, with small shapes and the operators' CPU kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from chord_runtime.bench import problem as problem_module
+from chord_runtime.bench.cases import Case, Scenario, Stage
+from chord_runtime.bench.contenders import TorchGrouped, humming_routing
+from chord_runtime.bench.problem import align_blocks, draw_routing, make_problem, make_weights
+from chord_runtime.bench.results import OURS, Measurement
+from chord_runtime.bench.run import measure
+from chord_runtime.bench.timing import Timing
+from chord_runtime.errors import KernelError
+from chord_runtime.format.layout import Mode
+
+SHAPES = {Stage.GATE_UP: (256, 128), Stage.DOWN: (128, 64)}
+MASKED = Scenario("masked", "masked", Mode.MASKED, 8, SHAPES, (2, 5), "rows")
+CONTIGUOUS = Scenario("contiguous", "contiguous", Mode.CONTIGUOUS, 8, SHAPES, (128,), "rows")
+INDEXED = Scenario("decode", "indexed", Mode.INDEXED, 20, SHAPES, (3, 21), "tokens")
+SMALL = [Case(s, stage, point) for s in (MASKED, CONTIGUOUS, INDEXED) for stage in SHAPES for point in s.points]
+
+
+class WallTimer:
+    """Three turns by the wall clock, and a record of who was called when."""
+
+    def __init__(self) -> None:
+        self.turns: list[str] = []
+
+    def measure(self, calls: Mapping[str, Callable[[], object]], budget_ms: float) -> dict[str, Timing]:
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(3):
+            for name, call in calls.items():
+                started = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - started) * 1e6)
+                self.turns.append(name)
+        return {name: Timing.of(found) for name, found in times.items()}
+
+
+class Copycat:
+    """A peer that fails where it is told to."""
+
+    name = "copycat"
+
+    def __init__(self, fails_at: str) -> None:
+        self.fails_at = fails_at
+
+    def prepare(self, case: Case) -> None:
+        if case.key == self.fails_at:
+            raise ValueError("unsupported")
+
+    def call(self, problem: problem_module.Problem) -> Callable[[], object]:
+        return problem.call
+
+
+def test_every_mode_is_checked_and_timed() -> None:
+    seen = []
+    timer = WallTimer()
+    points = measure(SMALL, [Copycat("masked/down/2")], timer, "cpu", 1.0, lambda case, _: seen.append(case.key))
+    assert set(points) == set(seen) == {case.key for case in SMALL}
+    assert timer.turns[:4] == [OURS, "copycat", OURS, "copycat"]
+    for key, point in points.items():
+        assert point.error is not None
+        assert point.error < 1e-6, "the CPU runs the reference itself"
+        assert point.timings[OURS].us > 0
+        assert ("copycat" in point.failures) == (key == "masked/down/2")
+    assert points["masked/down/2"].failures == {"copycat": "ValueError: unsupported"}
+    assert points["masked/gate_up/2"].active == 8
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.key)
+def test_torch_grouped_computes_the_same_rows(case: Case) -> None:
+    made = make_problem(case, make_weights(case, "cpu"), "cpu")
+    expected = torch.full_like(made.out, float("nan"))
+    made.compute_reference(expected)
+    found = TorchGrouped().call(made)()
+    assert isinstance(found, torch.Tensor)
+    if case.stage is Stage.GATE_UP:  # the dense weight keeps the packed, interleaved row order
+        pairs = found.view(-1, case.n // 16, 2, 8)
+        found = torch.cat((pairs[:, :, 0].flatten(1), pairs[:, :, 1].flatten(1)), 1)
+    if case.scenario.mode is Mode.INDEXED:
+        assert made.routing.topk_ids is not None
+        expected = expected[made.routing.topk_ids.view(-1).argsort(stable=True)]
+    wanted = expected[~expected.isnan().any(1)]
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=1e-3)
+
+
+def break_one(kind: str) -> Callable[..., None]:
+    def call(*_args: object, out: torch.Tensor, **_options: object) -> None:
+        out.zero_()
+
+    def silent(*_args: object, out: torch.Tensor, **_options: object) -> None:
+        """Writes nothing."""
+
+    return {"wrong": call, "unwritten": silent}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scenario", "message"),
+    [
+        ("wrong", CONTIGUOUS, "against the reference, over 2e-03"),
+        ("unwritten", CONTIGUOUS, "left unwritten"),
+        ("wrong", MASKED, "written that no expert owns"),
+    ],
+)
+def test_wrong_kernels_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, kind: str, scenario: Scenario, message: str
+) -> None:
+    monkeypatch.setattr(problem_module.api, scenario.mode.value, break_one(kind))
+    case = Case(scenario, Stage.DOWN, scenario.points[0])
+    with pytest.raises(KernelError, match=message):
+        make_problem(case, make_weights(case, "cpu"), "cpu").check()
+    point: Measurement = measure([case], [], WallTimer(), "cpu", 1.0, lambda *_: None)[case.key]
+    assert point.timings == {}
+    assert message in point.failures[OURS]
+    assert point.error is None
+
+
+@pytest.mark.parametrize("block", [8, 16, 64])
+def test_aligned_blocks_are_those_of_the_aligner(block: int) -> None:
+    torch.manual_seed(block)
+    experts = 12
+    ids = torch.rand(33, experts).topk(8, 1).indices.int() // 2 * 2  # odd experts stay empty, some tokens repeat one
+    sorted_ids, expert_ids, used = align_blocks(ids, experts, block)
+    assert sorted_ids.numel() >= ids.numel() + experts * (block - 1), "over-allocated as vLLM does"
+    assert sorted_ids.numel() == expert_ids.numel() * block
+    placed = []
+    for index in range(int(used) // block):
+        rows = sorted_ids[index * block : (index + 1) * block]
+        real = rows[rows < ids.numel()].long()
+        placed += real.tolist()
+        assert (ids.view(-1)[real] == expert_ids[index]).all()
+        assert torch.equal(real, real.sort().values)
+    assert sorted(placed) == list(range(ids.numel()))
+    assert (sorted_ids[int(used) :] == ids.numel()).all()
+    assert (expert_ids[int(used) // block :] == -1).all()
+    assert int(used) == sum(-(-int(c) // block) * block for c in ids.view(-1).bincount(minlength=experts))
+
+
+def test_routing_draw_is_reproducible() -> None:
+    case = Case(INDEXED, Stage.DOWN, 21)
+    first = draw_routing(case, "cpu")
+    torch.rand(7)
+    second = draw_routing(case, "cpu")
+    assert first.topk_ids is not None
+    assert second.topk_ids is not None
+    assert torch.equal(first.topk_ids, second.topk_ids)
+    assert int(first.counts.sum()) == case.routed
+
+
+def test_humming_gets_the_same_routing_in_its_terms() -> None:
+    tuning = [(0, 100, {"block_shape": [16, 1, 1]}), (100, 10**9, {"block_shape": [64, 1, 1]})]
+    case = Case(INDEXED, Stage.GATE_UP, 21)
+    routing = draw_routing(case, "cpu")
+    passed = humming_routing(case, routing, tuning)
+    assert passed["sorted_ids"].numel() == int(passed["num_tokens_padded"]) == 64 * passed["expert_ids"].numel()
+    assert (passed["expert_ids"] >= 0).all()
+    contiguous = humming_routing(
+        Case(CONTIGUOUS, Stage.DOWN, 128), draw_routing(Case(CONTIGUOUS, Stage.DOWN, 128), "cpu"), tuning
+    )
+    assert contiguous["expert_layout"].tolist() == [128 * e for e in range(9)]
+    assert contiguous["expert_layout"].dtype == torch.int64
+    masked = Case(MASKED, Stage.DOWN, 5)
+    assert humming_routing(masked, draw_routing(masked, "cpu"), tuning)["expert_layout"].tolist() == [5] * 8
