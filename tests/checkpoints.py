@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
 VOCABULARY = 320
+HEADS = 4
 SPECIAL = {"[BOS]": 256, "[EOS]": 257, "[PAD]": 258}
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SCHEME = QuantizationScheme(
@@ -31,6 +33,22 @@ SIDE_FILES = {
     "README.md": "# A small checkpoint in the format of Kimi K2\n",
     "figures/banner.svg": "<svg xmlns='http://www.w3.org/2000/svg'/>\n",
 }
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sizes of multi-head latent attention, as config.json names them."""
+
+    q_lora_rank: int = 32
+    kv_lora_rank: int = 32
+    qk_nope_head_dim: int = 16
+    qk_rope_head_dim: int = 8
+    v_head_dim: int = 16
+    yarn: bool = False
+
+
+SERVED = Attention(128, 512, 128, 64, 128, yarn=True)
+"""The least that vLLM's attention on a CPU takes; YaRN as Kimi K2 has it."""
 
 
 def quantization_block(ignore: list[str] | None = None) -> dict[str, Any]:
@@ -78,6 +96,7 @@ def write_checkpoint(
     shards: int | None = None,
     shape_dtype: torch.dtype = torch.int32,
     full_range: bool = False,
+    attention: Attention | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a checkpoint directory and return its path.
@@ -85,7 +104,8 @@ def write_checkpoint(
     Layer 0 is dense, the others are MoE layers. ``nested`` is the form of K2.5 and later (``text_config``, prefix
     ``language_model.model.layers.``, vision tower and projector), otherwise that of K2-Thinking. ``shards=None``
     makes one file per layer and one for the rest, as Moonshot does; a number splits all tensors into so many files,
-    wherever the cuts fall. ``shape_dtype`` int64 is how llm-compressor writes ``weight_shape``.
+    wherever the cuts fall. ``shape_dtype`` int64 is how llm-compressor writes ``weight_shape``. ``attention=SERVED``
+    makes a model that vLLM runs on a CPU.
     """
     if hidden % 128 or intermediate % 64:
         raise ValueError("hidden must be a multiple of 128 and intermediate of 64")
@@ -93,7 +113,8 @@ def write_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     prefix = prefix or ("language_model.model.layers." if nested else "model.layers.")
     generator = torch.Generator().manual_seed(seed)
-    writer = _Writer(prefix, layers, experts, hidden, intermediate, shape_dtype, full_range, generator)
+    attention = attention or Attention()
+    writer = _Writer(prefix, layers, experts, hidden, intermediate, shape_dtype, full_range, attention, generator)
     groups = [list(writer.layer(number)) for number in range(layers)] + [list(writer.rest())]
     if nested:
         groups += [list(writer.projector()), list(writer.vision())]
@@ -101,7 +122,7 @@ def write_checkpoint(
         flat = [item for group in groups for item in group]
         groups = [flat[len(flat) * i // shards : len(flat) * (i + 1) // shards] for i in range(shards)]
     _save(path, groups)
-    text = _text_config(layers, experts, hidden, intermediate, top_k)
+    text = _text_config(layers, experts, hidden, intermediate, top_k, attention)
     if nested:
         text["quantization_config"] = quantization_block([*IGNORE, "re:vision_tower.*", "re:mm_projector.*"])
         config = {
@@ -120,11 +141,12 @@ def write_checkpoint(
 class _Writer:
     def __init__(
         self, prefix: str, layers: int, experts: int, hidden: int, intermediate: int, shape_dtype: torch.dtype,
-        full_range: bool, generator: torch.Generator,
+        full_range: bool, attention: Attention, generator: torch.Generator,
     ) -> None:  # fmt: skip
         self.prefix, self.layers, self.experts = prefix, layers, experts
         self.hidden, self.intermediate = hidden, intermediate
-        self.shape_dtype, self.full_range, self.generator = shape_dtype, full_range, generator
+        self.shape_dtype, self.full_range, self.attention = shape_dtype, full_range, attention
+        self.generator = generator
 
     def _linear(self, name: str, rows: int, columns: int) -> tuple[str, torch.Tensor]:
         values = torch.randn(rows, columns, generator=self.generator) * columns**-0.5
@@ -145,13 +167,16 @@ class _Writer:
         name, hidden = f"{self.prefix}{number}", self.hidden
         yield self._norm(f"{name}.input_layernorm", hidden)
         yield self._norm(f"{name}.post_attention_layernorm", hidden)
-        yield self._linear(f"{name}.self_attn.q_a_proj", 32, hidden)
-        yield self._norm(f"{name}.self_attn.q_a_layernorm", 32)
-        yield self._linear(f"{name}.self_attn.q_b_proj", 4 * (16 + 8), 32)
-        yield self._linear(f"{name}.self_attn.kv_a_proj_with_mqa", 32 + 8, hidden)
-        yield self._norm(f"{name}.self_attn.kv_a_layernorm", 32)
-        yield self._linear(f"{name}.self_attn.kv_b_proj", 4 * (16 + 16), 32)
-        yield self._linear(f"{name}.self_attn.o_proj", hidden, 4 * 16)
+        a = self.attention
+        yield self._linear(f"{name}.self_attn.q_a_proj", a.q_lora_rank, hidden)
+        yield self._norm(f"{name}.self_attn.q_a_layernorm", a.q_lora_rank)
+        yield self._linear(
+            f"{name}.self_attn.q_b_proj", HEADS * (a.qk_nope_head_dim + a.qk_rope_head_dim), a.q_lora_rank
+        )
+        yield self._linear(f"{name}.self_attn.kv_a_proj_with_mqa", a.kv_lora_rank + a.qk_rope_head_dim, hidden)
+        yield self._norm(f"{name}.self_attn.kv_a_layernorm", a.kv_lora_rank)
+        yield self._linear(f"{name}.self_attn.kv_b_proj", HEADS * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
+        yield self._linear(f"{name}.self_attn.o_proj", hidden, HEADS * a.v_head_dim)
         if number == 0:
             yield from self._mlp(f"{name}.mlp", 4 * self.intermediate)
             return
@@ -198,19 +223,28 @@ def _save(path: Path, groups: list[list[tuple[str, torch.Tensor]]]) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _text_config(layers: int, experts: int, hidden: int, intermediate: int, top_k: int) -> dict[str, Any]:
+def _text_config(
+    layers: int, experts: int, hidden: int, intermediate: int, top_k: int, attention: Attention
+) -> dict[str, Any]:
+    config = asdict(attention)
+    if config.pop("yarn"):
+        config["rope_scaling"] = {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 1.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        }  # fmt: skip
+        config["max_position_embeddings"] = 2048
     return {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "attention_bias": False,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "attention_dropout": 0.0,
         "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258, "first_k_dense_replace": 1,
         "hidden_act": "silu", "hidden_size": hidden, "initializer_range": 0.02, "intermediate_size": 4 * intermediate,
-        "kv_lora_rank": 32, "max_position_embeddings": 512, "moe_intermediate_size": intermediate, "moe_layer_freq": 1,
+        "max_position_embeddings": 512, "moe_intermediate_size": intermediate, "moe_layer_freq": 1,
         "n_group": 1, "n_routed_experts": experts, "n_shared_experts": 1, "norm_topk_prob": True,
-        "num_attention_heads": 4, "num_experts_per_tok": top_k, "num_hidden_layers": layers,
-        "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "q_lora_rank": 32, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "routed_scaling_factor": 2.5,
+        "num_attention_heads": HEADS, "num_experts_per_tok": top_k, "num_hidden_layers": layers,
+        "num_key_value_heads": HEADS, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
-        "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 16, "vocab_size": VOCABULARY,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCABULARY, **config,
     }  # fmt: skip
 
 
