@@ -12,7 +12,8 @@ class Problem:
     """One thing wrong with a checkpoint.
 
     ``rule`` is the short stable name of the rule that found it, ``file`` and ``key`` say where (either may be empty),
-    ``found`` and ``supported`` are phrases, ``next_step`` is a sentence in the imperative.
+    ``found`` and ``supported`` are phrases, ``next_step`` is a sentence in the imperative. ``more`` counts problems
+    of the same kind that are not written out.
     """
 
     rule: str
@@ -21,12 +22,15 @@ class Problem:
     found: str
     supported: str
     next_step: str
+    more: int = 0
 
     def __str__(self) -> str:
         where = ": ".join(part for part in (self.file, self.key) if part)
-        return f"{where}: found {self.found}; supported: {self.supported}. {self.next_step}"
+        rest = f" (and {self.more} more like it)" if self.more else ""
+        line = f"found {self.found}; supported: {self.supported}. {self.next_step}{rest}"
+        return f"{where}: {line}" if where else line
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, str | int]:
         """The fields by name, for ``--json``."""
         return {name: getattr(self, name) for name in self.__slots__}
 
