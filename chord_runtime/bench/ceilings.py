@@ -71,7 +71,7 @@ def bulk_read(source: torch.Tensor) -> tuple[Callable[[], None], int]:
     )
     module = _check(driver.cuModuleLoadData(cubin.code))
     function = _check(driver.cuModuleGetFunction(module, b"bulk_read"))
-    shared = CHUNK * STAGES
+    shared = cubin.dynamic_shared
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuFuncSetAttribute(function, attribute, shared))
     arguments = ((source.data_ptr(), chunks), (ctypes.c_void_p, ctypes.c_ulonglong))

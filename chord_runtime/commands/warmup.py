@@ -47,7 +47,7 @@ def as_dict(outcome: Outcome) -> dict[str, object]:
     if cubin := outcome.cubin:
         facts |= {
             "registers": cubin.registers,
-            "static_shared": cubin.static_shared,
+            "shared": cubin.static_shared + cubin.dynamic_shared,
             "spill_stores": cubin.spill_stores,
             "spill_loads": cubin.spill_loads,
             "stack": cubin.stack,
@@ -64,7 +64,15 @@ def _line(outcome: Outcome) -> str:
     else:
         spills = str(cubin.spill_stores + cubin.spill_loads)
         source = "cache" if cubin.cached else "NVRTC"
-        line = _row(title, outcome.arch, str(cubin.registers), str(cubin.static_shared), spills, seconds, source)
+        line = _row(
+            title,
+            outcome.arch,
+            str(cubin.registers),
+            str(cubin.static_shared + cubin.dynamic_shared),
+            spills,
+            seconds,
+            source,
+        )
     return "\n".join([line, *(f"    {problem}" for problem in outcome.problems)])
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from chord_runtime.cuda.cache import KernelCache, cache_dir
+from chord_runtime.cuda.elf import exported_constants
 from chord_runtime.errors import KernelError
 from chord_runtime.resources import csrc_dir
 
@@ -31,7 +32,8 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_LOSS = re.compile(r"^.*(?:C7512|C7519|Potential Performance Loss).*$", re.MULTILINE)
+# ptxas's notes on wgmma pipelines and register budgets, of which C7512 and C7519 mean that wgmma runs one by one.
+_NOTE = re.compile(r"^ptxas .*\((C75\d\d)\) (.*)$", re.MULTILINE)
 _LOG_LINES = 12
 
 
@@ -45,7 +47,8 @@ class Cubin:
     code: bytes
     log: str
     registers: int  # a thread
-    static_shared: int  # bytes a block; dynamic shared memory is the launch's
+    static_shared: int  # bytes a block
+    constants: dict[str, int]  # what the source exports: extern "C" __constant__ unsigned chord_…
     stack: int  # bytes of local memory a thread, spills included
     spill_stores: int  # bytes
     spill_loads: int  # bytes
@@ -58,16 +61,22 @@ class Cubin:
         defines = ", ".join(f"{key}={value}" for key, value in sorted(self.defines.items()))
         return f"{self.name}({defines}) for {self.arch}"
 
-    def problems(self, dynamic_shared: int = 0) -> list[str]:
+    @property
+    def dynamic_shared(self) -> int:
+        """Bytes of dynamic shared memory to launch with: ``chord_shared_bytes``, 0 if the source exports none."""
+        return self.constants.get("chord_shared_bytes", 0)
+
+    def problems(self) -> list[str]:
         """What must not be in a shipped kernel: serialised wgmma, local memory, too much shared memory."""
-        found = [line.strip() for line in _LOSS.findall(self.log)]
+        notes = {code: f"{code}: {text}" for code, text in reversed(_NOTE.findall(self.log))}
+        found = [notes[code] for code in sorted(notes)]
         if not self.registers:
             found.append("ptxas reported no resource usage")
         if self.spill_stores or self.spill_loads:
             found.append(f"spills {self.spill_stores} B stored, {self.spill_loads} B loaded")
         elif self.stack:
             found.append(f"uses {self.stack} B of local memory a thread (an array indexed at run time?)")
-        shared, limit = self.static_shared + dynamic_shared, SHARED_LIMIT[self.arch]
+        shared, limit = self.static_shared + self.dynamic_shared, SHARED_LIMIT[self.arch]
         if shared > limit:
             found.append(f"needs {shared} B of shared memory, over the {limit} B of {self.arch}")
         return found
@@ -200,6 +209,7 @@ def _compile(name: str, defines: dict[str, int], arch: str, sources: Mapping[str
         log=text_log,
         registers=_largest(_USED, text_log),
         static_shared=_largest(_SHARED, text_log),
+        constants=exported_constants(code),
         stack=max(frame[0] for frame in frames),
         spill_stores=max(frame[1] for frame in frames),
         spill_loads=max(frame[2] for frame in frames),

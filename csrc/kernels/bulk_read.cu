@@ -1,17 +1,13 @@
 // The bandwidth floor that `chord bench` measures: every block reads its own range with bulk copies and drops it.
 // STAGES copies of CHUNK bytes are in flight on each SM; thread 0 issues them and refills a stage when it has landed.
-#ifndef CHUNK
-#define CHUNK 18432
-#endif
-#ifndef STAGES
-#define STAGES 8
-#endif
 
 static __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// from: 16-byte aligned; chunks: how many CHUNKs each block reads. Dynamic shared memory: STAGES * CHUNK bytes.
+extern "C" __constant__ unsigned chord_shared_bytes = STAGES * CHUNK;
+
+// from: 16-byte aligned; chunks: how many CHUNKs each block reads.
 extern "C" __global__ void __launch_bounds__(32) bulk_read(const char* from, unsigned long long chunks) {
   extern __shared__ __align__(128) char ring[];
   __shared__ __align__(8) unsigned long long landed[STAGES];
