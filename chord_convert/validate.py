@@ -8,7 +8,7 @@ quantization block and the tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,8 +51,12 @@ class Report:
         return self.checkpoint
 
 
-def validate(source: Source, workers: int = 16) -> Report:
+def validate(
+    source: Source, *, scales: bool = False, workers: int = 16, progress: Callable[[int], object] | None = None
+) -> Report:
     """Check a checkpoint by its config, index and headers, read with ``workers`` threads.
+
+    ``scales`` reads the values of all scales too, when the rest is in order; ``progress`` is told the bytes read.
 
     Raises:
         SourceError: something could not be read, so that nothing can be said.
@@ -74,7 +78,12 @@ def validate(source: Source, workers: int = 16) -> Report:
     if problems:
         return Report(source.identity, collapse(problems), collapse(warnings))
     warnings += _run(TENSOR_WARNINGS, facts)
-    return Report(source.identity, [], collapse(warnings), _checkpoint(facts))
+    checkpoint = _checkpoint(facts)
+    if scales:
+        from chord_convert.validate_scales import scan_scales  # needs torch, which takes seconds to import
+
+        problems = scan_scales(source, checkpoint, workers, progress)
+    return Report(source.identity, collapse(problems), collapse(warnings), None if problems else checkpoint)
 
 
 def _about_model(facts: Facts) -> list[Problem]:
