@@ -26,7 +26,7 @@ _SCHEMAS = {
     "int block_size, Tensor? topk_weights, Tensor(a!) out, int n, bool gate_up, bool swiglu) -> ()",
 }
 
-_library = torch.library.Library("chord", "DEF")
+_library = torch.library.Library("chord", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _refuse_grad(args: tuple[Any, ...]) -> None:
@@ -72,7 +72,7 @@ def _fake(*args: Any) -> None:
 
 
 for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema)
+    _library.define(_name + _schema)  # type: ignore[no-untyped-call]
     _library.impl(_name, _cpu(_name), "CPU")  # type: ignore[no-untyped-call]
     _library.impl(_name, _cuda(_name), "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"chord::{_name}", _fake, lib=_library)

@@ -10,7 +10,7 @@ from torch import Tensor
 from chord_runtime.errors import UsageError
 from chord_runtime.format.block import packed_bytes
 from chord_runtime.format.layout import ALL_MODES, Mode, RowOrder
-from chord_runtime.format.packing import check_source, pack, pack_gate_up
+from chord_runtime.format.packing import check_source, pack_into
 from chord_runtime.ops.weight import PackedWeight
 
 
@@ -51,9 +51,9 @@ def pack_w4a16_grouped(
             data = torch.empty(source.shape[0], packed_bytes(n, k), dtype=torch.uint8, device=source.device)
         if gate_up:
             gate, up = words.chunk(2)
-            pack_gate_up(gate, scales[: n // 2], up, scales[n // 2 :], out=data[expert])
+            pack_into(data[expert], gate, scales[: n // 2], (up, scales[n // 2 :]))
         else:
-            pack(words, scales, out=data[expert])
+            pack_into(data[expert], words, scales)
     assert data is not None
     return PackedWeight(data, n, k, RowOrder.GATE_UP_8 if gate_up else RowOrder.PLAIN, modes)
 
@@ -66,8 +66,8 @@ def _words(source: Tensor) -> Tensor:
         raise UsageError(
             f"codes [N, K] are 0..15, K a multiple of 64; found {list(source.shape)} up to {int(source.max())}"
         )
-    pairs = source.unflatten(1, (-1, 2))
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
+    words: Tensor = (source[:, ::2] | source[:, 1::2] << 4).contiguous().view(torch.int32)
+    return words
 
 
 def _modes(mode: Mode | str | Iterable[Mode | str]) -> tuple[Mode, ...]:

@@ -90,5 +90,5 @@ def _groups(experts: Tensor) -> list[tuple[int, Tensor]]:
     """(expert, its places, ascending) for every expert ≥ 0 that occurs in a list of experts."""
     order = torch.argsort(experts, stable=True)
     found, counts = torch.unique_consecutive(experts[order], return_counts=True)
-    groups = zip(found.tolist(), order.split(counts.tolist()), strict=True)
+    groups = zip(found.tolist(), order.split_with_sizes(counts.tolist()), strict=True)
     return [(expert, places) for expert, places in groups if expert >= 0]
