@@ -1,0 +1,123 @@
+// The consumers' side of the ring: dequantise, multiply, store.
+//
+// ptxas keeps wgmma asynchronous only if the A registers are not touched between the wgmmas of a group. So a whole
+// 64x64 block is dequantised into one of two register buffers, four wgmmas follow back to back, and the other buffer is
+// filled while they run:
+//
+//     dequantise b0 -> A | wgmma A     dequantise b2 -> A | wgmma A
+//                        | dequantise b1 -> B | wgmma B   | ...        wait<1>: the group before has finished
+//
+// Which buffer is used is known at compile time (kBlocks * kStageK is even), and the order of k is the same in every
+// instantiation: a row's bits do not depend on the tile, the mode or the batch.
+#pragma once
+#include "chord/dequant.cuh"
+#include "chord/epilogue.cuh"
+#include "chord/wgmma.cuh"
+
+namespace chord {
+
+CHORD_DEVICE void release(Shared& shared, u32 stage) {
+  if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+}
+
+// A 64x64 weight block times the tile's tokens, by the narrowest wgmma that holds them. The whole group sits in each
+// branch: with the fence or the commit outside, ptxas would serialise it (C7520).
+template <int kN>
+CHORD_DEVICE void multiply_block(float (&sums)[kTokens / 2], const u32 (&a)[4][4], u64 activations, int rows) {
+  if constexpr (kN < kTokens) {
+    if (rows > kN) return multiply_block<kN + kTokenStep>(sums, a, activations, rows);
+  }
+  wgmma_fence();
+  wgmma_block<kN>(reinterpret_cast<float(&)[kN / 2]>(sums), a, activations);
+  wgmma_commit();
+  wgmma_wait<1>();
+}
+
+// All k of one tile, for this warpgroup's rows of the weight.
+CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int rows, int k,
+                                float (&sums)[kBlocks][kTokens / 2]) {
+  const int thread = threadIdx.x % kWarpgroup;
+  u32 a[2][4][4];
+  u32 previous = 0;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) sums[block][i] = 0.0f;
+
+#pragma unroll 1
+  for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
+    barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
+    const u32 activations = shared_address(shared.activations[at.stage]);
+    const int first_block = warpgroup * kBlocks;  // of the tile; two make a strip
+    const u32 weights = shared_address(shared.weights[at.stage]) + first_block / 2 * kStageK * kStripBytes +
+                        first_block % 2 * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < kStageK; ++i) {
+      const u64 b = activation_descriptor(activations + i * kTokens * kBlockK * 2);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        u32(&buffer)[4][4] = a[(i * kBlocks + block) % 2];
+        dequantize_block(weights + i * kStripBytes + block * kBlockBytes, thread, buffer);
+        multiply_block<kTokenStep>(sums[block], buffer, b, rows);
+        if (i == 0 && block == 0 && kb > 0) release(shared, previous);  // its last wgmma has just finished
+      }
+    }
+    previous = at.stage;
+    at.advance();
+  }
+  wgmma_wait<0>();
+  release(shared, previous);
+}
+
+// RowOf maps a row of the mode's order to its output row, or to -1.
+template <class RowOf>
+struct Consumer {
+  Shared& shared;
+  RowOf row_of;
+  const float* row_weight;
+  u16* out;
+  int n, k, warpgroup;
+
+  CHORD_DEVICE void run() {
+    RingPosition at = {0, 0};
+    while (true) {
+      barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
+      const Tile tile = shared.tiles[at.stage];
+      if (tile.rows == 0) return;
+      const int first_row = tile.n_block * kRows + warpgroup * kBlocks * kBlockRows;
+      if (first_row >= n) {
+        skip(at);
+        continue;
+      }
+      const int thread = threadIdx.x % kWarpgroup;
+      const int my_row = thread < tile.rows ? row_of(tile, tile.row0 + thread) : -1;  // arrives during the main loop
+      float sums[kBlocks][kTokens / 2];
+      multiply_tile(shared, at, warpgroup, tile.rows, k, sums);
+      store_tile(shared, warpgroup, sums, tile.rows, first_row, my_row, row_weight, out, n);
+    }
+  }
+
+ private:
+  // The weight ends before this warpgroup's rows: let the stages pass.
+  CHORD_DEVICE void skip(RingPosition& at) {
+    for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
+      barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
+      release(shared, at.stage);
+      at.advance();
+    }
+  }
+};
+
+// Barriers of the ring; `producers` arrive for each full stage, and one lane of every consumer warp for each empty one.
+CHORD_DEVICE void init_ring(Shared& shared, int producers) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(shared_address(&shared.full[stage]), producers);
+      barrier_init(shared_address(&shared.empty[stage]), kConsumers / kWarp);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+}
+
+}  // namespace chord

@@ -1,0 +1,68 @@
+// The tile of one instantiation, from -D macros (chord_runtime/cuda/select.py), and what it takes in shared memory.
+//
+//   A tile is up to kTokens tokens times kRows rows of one expert's weight. Each of kWarpgroups consumer warpgroups owns
+//   kBlocks 64-row blocks of it, for all tokens. A stage of the ring holds kStageK k64 blocks of both operands.
+#pragma once
+#include "chord/block.cuh"
+#include "chord/copy.cuh"
+
+namespace chord {
+
+constexpr int kTokens = CHORD_TOKENS;          // most tokens of a tile: wgmma's N
+constexpr int kTokenStep = CHORD_TOKEN_STEP;   // N is rounded up to this, each multiple being one instantiation
+constexpr int kWarpgroups = CHORD_WARPGROUPS;  // consumers
+constexpr int kBlocks = CHORD_BLOCKS;          // 64-row blocks a warpgroup
+constexpr int kStageK = CHORD_STAGE_K;         // k64 blocks a stage
+constexpr int kStages = CHORD_STAGES;
+
+enum Output { kPlain, kGateUp, kSwiGLU };  // rows as they are; un-interleaved to [gate | up]; silu(gate) * up
+constexpr Output kOutput = static_cast<Output>(CHORD_OUTPUT);
+
+constexpr int kRows = kWarpgroups * kBlocks * kBlockRows;
+constexpr int kStrips = kRows / kStripRows;
+constexpr int kConsumers = kWarpgroups * kWarpgroup;
+
+static_assert(kTokens % 8 == 0 && kTokenStep % 8 == 0 && kTokens % kTokenStep == 0 && kTokens <= 128, "wgmma's N");
+static_assert(kRows % kStripRows == 0, "whole strips");
+static_assert(kBlocks * kStageK % 2 == 0, "two register buffers take turns, chosen at compile time");
+
+// Activations of a stage: [k64 block][token][128 B], swizzled. Weights of a stage: [strip][k64 block][4608 B].
+constexpr int kActivationBytes = kStageK * kTokens * kBlockK * 2;
+constexpr int kWeightBytes = kStrips * kStageK * kStripBytes;
+// The epilogue turns its tokens through shared memory, kChunk at a time.
+constexpr int kChunk = kTokens < 64 ? kTokens : 64;
+constexpr int kRowBytes = kBlocks * kBlockRows * 2 / (kOutput == kSwiGLU ? 2 : 1);
+
+// One tile, as the producer describes it to the consumers in the tile's first stage.
+struct Tile {
+  int row0;     // first row, in the mode's order
+  int rows;     // valid rows, 1..kTokens; 0 ends the kernel
+  int n_block;  // which kRows rows of the weight
+  int expert;
+};
+
+struct Shared {
+  u8 activations[kStages][kActivationBytes];  // 1024-aligned, as the swizzle and the descriptors want it
+  u8 weights[kStages][kWeightBytes];
+  u8 staging[kWarpgroups][kChunk * kRowBytes];
+  Tile tiles[kStages];
+  int out_row[kWarpgroups][kTokens];
+  float weight[kWarpgroups][kTokens];
+  u64 full[kStages], empty[kStages];
+};
+// Dynamic shared memory starts at 16 B alignment. The host computes the same figure to launch with.
+static_assert(CHORD_SHARED_BYTES >= sizeof(Shared) + 1024, "select.py's shared_bytes");
+
+CHORD_DEVICE Shared& aligned_shared(u8* raw) {
+  return *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
+}
+
+// A position in the ring: stages in turn, with the parity of the phase that a wait is for.
+struct RingPosition {
+  u32 stage, parity;
+  CHORD_DEVICE void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+}  // namespace chord

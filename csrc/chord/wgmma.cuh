@@ -1,0 +1,28 @@
+// Warpgroup matrix multiply: the weight block is operand A (registers), activations are operand B (shared memory).
+#pragma once
+#include "chord/wgmma_shapes.cuh"
+
+namespace chord {
+
+CHORD_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+CHORD_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+CHORD_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Operand B: rows (tokens) of 64 bf16, K-major, 128-byte swizzle, 8-row groups 1024 B apart, 1024-aligned.
+// PTX ISA, "Shared memory matrix layout": address and strides are in units of 16 B.
+CHORD_DEVICE u64 activation_descriptor(u32 address) {
+  constexpr u64 kSwizzle128 = 1ull << 62, kGroupStride = u64(1024 >> 4) << 32, kLeadingUnused = 1ull << 16;
+  return kSwizzle128 | kGroupStride | kLeadingUnused | ((address & 0x3FFFF) >> 4);
+}
+
+// A warpgroup's 64x64 weight block times all tokens of a tile: four k16 steps, 32 B apart in the swizzled rows.
+template <int kN>
+CHORD_DEVICE void wgmma_block(float (&sums)[kN / 2], const u32 (&a)[4][4], u64 activations) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) Wgmma<kN>::run(sums, a[step], activations + 2 * step);
+}
+
+}  // namespace chord

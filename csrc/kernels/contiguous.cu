@@ -1,0 +1,46 @@
+// contiguous: rows sorted by expert, every expert's run starting at a multiple of 128 rows; m_indices[row] is the expert,
+// or -1 for a row to leave alone. Prefill. The expert of a tile is found here, from m_indices: the host never knows it.
+//
+// The pipeline is that of masked.cu. Runs of 128-row blocks are cut into tiles; trailing -1 rows of a run are trimmed.
+#include "chord/consumer.cuh"
+#include "chord/producer.cuh"
+#include "chord/registers.cuh"
+#include "chord/scheduler.cuh"
+
+using namespace chord;
+
+constexpr int kRunRows = 128;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    chord_contiguous(const __grid_constant__ TensorMap activations, const u8* __restrict__ w,
+                     const int* __restrict__ m_indices, const float* __restrict__ row_weight, u16* __restrict__ out,
+                     int experts, int m, int n, int k) {
+  extern __shared__ u8 raw[];
+  Shared& shared = aligned_shared(raw);
+  init_ring(shared, 1);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == kWarpgroups) {
+    give_registers();
+    if (threadIdx.x % kWarpgroup >= kWarp) return;
+    TileScheduler<RunSegments> scheduler(RunSegments(m_indices, kRunRows, m / kRunRows, kRunRows, experts), n);
+    auto trim = [=](Tile& tile) {
+      int last = 0;
+#pragma unroll
+      for (int first = 0; first < kTokens; first += kWarp) {
+        const int row = first + lane_id();
+        const bool valid = row < tile.rows && m_indices[tile.row0 + row] == tile.expert;
+        const u32 valid_lanes = __ballot_sync(kFullMask, valid);
+        if (valid_lanes) last = first + highest_bit(valid_lanes) + 1;
+      }
+      tile.rows = last;
+    };
+    produce_tiles<CHORD_BOX>(shared, scheduler, trim, activations, w, n, k);
+  } else {
+    take_registers();
+    auto row_of = [=](const Tile& tile, int row) { return m_indices[row] == tile.expert ? row : -1; };
+    Consumer<decltype(row_of)>{shared, row_of, row_weight, out, n, k, warpgroup}.run();
+  }
+}

@@ -1,0 +1,47 @@
+// indexed: rows stay where they are; sorted_ids lists, block by block, which rows an expert takes. These are the buffers
+// of vLLM's moe_align_block_size, used unchanged: num_tokens_padded and the experts of blocks are read here.
+//
+//   sorted_ids   | 12  3 40  T  T  T  T  T | 7  9 11 13 17 21 22 23 | 30 31  T  T ...     T: padding, >= tokens * top_k
+//   expert_ids   |            0            |           2            |          2    ...   -1: skip
+//                                           `--- runs of one expert are merged, then cut into tiles ---'
+//
+// Row id / top_k of x is multiplied for routed index id, and row id of out is written: top_k fans tokens out in gate_up
+// and is 1 in down, whose rows are routed already.
+//
+//   4 producer warps | scheduler -> bulk copies of weights, cp.async of rows (gather.cuh) --> full[stage]
+//   kWarpgroups      | as in masked.cu
+//   consumers        |
+#include "chord/consumer.cuh"
+#include "chord/gather.cuh"
+#include "chord/registers.cuh"
+#include "chord/scheduler.cuh"
+
+using namespace chord;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    chord_indexed(const u16* __restrict__ x, const u8* __restrict__ w, const int* __restrict__ sorted_ids,
+                  const int* __restrict__ expert_ids, const int* __restrict__ num_tokens_padded,
+                  const float* __restrict__ topk_weights, u16* __restrict__ out, int experts, int num_ids, int top_k,
+                  int block_size, int n, int k) {
+  extern __shared__ u8 raw[];
+  Shared& shared = aligned_shared(raw);
+  init_ring(shared, 1 + kGatherWarps);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  const RowIds rows = {sorted_ids, num_ids, top_k};
+  if (warpgroup == kWarpgroups) {
+    give_registers();
+    const int blocks = *num_tokens_padded / block_size;
+    TileScheduler<RunSegments> scheduler(RunSegments(expert_ids, 1, blocks, block_size, experts), n);
+    produce_gathered(shared, scheduler, rows, x, w, n, k);
+  } else {
+    take_registers();
+    auto row_of = [=](const Tile&, int row) {
+      const int id = sorted_ids[row];
+      return rows.valid(id) ? id : -1;
+    };
+    Consumer<decltype(row_of)>{shared, row_of, topk_weights, out, n, k, warpgroup}.run();
+  }
+}

@@ -1,0 +1,37 @@
+// masked: every expert has max_m rows, of which the first masked_m[expert] are valid. Decode after a dispatch that leaves
+// rows sorted by expert in a fixed layout. Rows beyond masked_m are neither computed nor written.
+//
+//                        one thread block an SM, all of them walking the same list of tiles
+//
+//   producer warp    | scheduler -> bulk copies of weights, tensor-map copy of activations --> full[stage]
+//                    |               ring of kStages stages in shared memory; runs ahead across tiles
+//   kWarpgroups      | wait full -> dequantise to registers -> 4 wgmma -> ... --> empty[stage]
+//   consumers        | after the last stage of a tile: sums -> staging -> rows of out
+#include "chord/consumer.cuh"
+#include "chord/producer.cuh"
+#include "chord/registers.cuh"
+#include "chord/scheduler.cuh"
+
+using namespace chord;
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    chord_masked(const __grid_constant__ TensorMap activations, const u8* __restrict__ w, const int* __restrict__ masked_m,
+                 const float* __restrict__ row_weight, u16* __restrict__ out, int experts, int max_m, int n, int k) {
+  extern __shared__ u8 raw[];
+  Shared& shared = aligned_shared(raw);
+  init_ring(shared, 1);
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == kWarpgroups) {
+    give_registers();
+    if (threadIdx.x % kWarpgroup >= kWarp) return;
+    TileScheduler<MaskedSegments> scheduler(MaskedSegments(masked_m, experts, max_m), n);
+    produce_tiles<CHORD_BOX>(shared, scheduler, [](Tile&) {}, activations, w, n, k);
+  } else {
+    take_registers();
+    auto row_of = [](const Tile&, int row) { return row; };
+    Consumer<decltype(row_of)>{shared, row_of, row_weight, out, n, k, warpgroup}.run();
+  }
+}
