@@ -13,6 +13,9 @@ Arguments that all three share:
   after SwiGLU. Rows that no expert owns are left as they are, so in a new tensor they are undefined.
 - ``validate``: whether to check the routing values too, which reads them; by default only on the CPU.
 
+On the CPU rows may be float32 too, and the result then is: so a whole model is compared without the noise of BF16
+activations.
+
 They raise :class:`~chord_runtime.errors.ModeError` for a weight that was not packed for the mode, and
 :class:`~chord_runtime.errors.UsageError` for anything else that does not fit, before any work is done.
 """
@@ -179,7 +182,9 @@ def _prepare(
             f"convert again with --mode {mode.value} (or all), or call an operation that it was packed for"
         )
     device = rows.device
-    if rows.dtype is not torch.bfloat16 or rows.shape[-1] != w.k or not rows.is_contiguous() or device != w.data.device:
+    dtype = rows.dtype
+    fits = dtype is torch.bfloat16 or (dtype is torch.float32 and rows.is_cpu)
+    if not fits or rows.shape[-1] != w.k or not rows.is_contiguous() or device != w.data.device:
         raise UsageError(
             f"rows must be contiguous bfloat16 […, {w.k}] on {w.data.device}, where the weight is; found {_found(rows)}"
         )
@@ -199,12 +204,14 @@ def _prepare(
     if out is None:
         return rows.new_empty((num_rows, columns)), activation is not None
     if (
-        out.dtype is not torch.bfloat16
+        out.dtype is not dtype
         or tuple(out.shape) != (num_rows, columns)
         or not out.is_contiguous()
         or out.device != device
     ):
-        raise UsageError(f"out must be contiguous bfloat16 [{num_rows}, {columns}] on {device}; found {_found(out)}")
+        raise UsageError(
+            f"out must be contiguous {_name(dtype)} [{num_rows}, {columns}] on {device}; found {_found(out)}"
+        )
     return out, activation is not None
 
 
@@ -222,7 +229,11 @@ def _routing(name: str, tensor: Tensor, length: int | None, rows: Tensor) -> Non
 
 def _found(tensor: Tensor) -> str:
     layout = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{layout} on {tensor.device}"
+    return f"{_name(tensor.dtype)} {list(tensor.shape)}{layout} on {tensor.device}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _reads_values(validate: bool | None, rows: Tensor) -> bool:

@@ -73,7 +73,7 @@ def indexed(
 
 
 def expert_rows(rows: Tensor, packed: Tensor, row_weight: Tensor | None, n: int, gate_up: bool, swiglu: bool) -> Tensor:
-    """Rows [R, K] times one packed expert: bfloat16 [R, n], or [R, n/2] after SwiGLU."""
+    """Rows [R, K] times one packed expert: [R, n], or [R, n/2] after SwiGLU, in the dtype of ``rows``."""
     weight = dequantize(packed, n, rows.shape[1])
     if gate_up:
         weight = torch.cat(deinterleave(weight))
@@ -83,7 +83,7 @@ def expert_rows(rows: Tensor, packed: Tensor, row_weight: Tensor | None, n: int,
         result = torch.nn.functional.silu(gate) * up
     if row_weight is not None:
         result = result * row_weight.unsqueeze(1)
-    return result.to(torch.bfloat16)
+    return result.to(rows.dtype)
 
 
 def _groups(experts: Tensor) -> list[tuple[int, Tensor]]:
