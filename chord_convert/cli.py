@@ -12,6 +12,7 @@ import click
 
 from chord_runtime.errors import ChordError, Unfinished, UsageError
 from chord_runtime.format.layout import ALL_MODES, Mode, ParallelLayout, Placement
+from chord_runtime.units import human
 from chord_runtime.version import VERSION
 
 DONE, FAILED, USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -100,6 +101,8 @@ def _convert(
     name = Path(prepared.source.identity.name).name
     directory = output or Path(f"{name}-chord-ep{layout.ep_size}-tp{layout.tp_size}")
     with prepared.source:
+        for warning in prepared.warnings:
+            click.echo(f"warning: {warning}", err=True)
         _show_plan(prepared.plan, directory, as_json, dry_run)
         if dry_run:
             return DONE
@@ -117,7 +120,6 @@ def _convert(
 
 def _show_plan(plan: Any, directory: Path, as_json: bool, dry_run: bool) -> None:
     from chord_convert.convert import free_space
-    from chord_convert.plan import human
 
     free = free_space(directory)
     if as_json:
@@ -131,8 +133,6 @@ def _show_plan(plan: Any, directory: Path, as_json: bool, dry_run: bool) -> None
 
 
 def _show_result(result: Any, directory: Path, as_json: bool) -> None:
-    from chord_convert.plan import human
-
     if as_json:
         click.echo(json.dumps({"output": str(directory), **vars(result)}, indent=1))
         return

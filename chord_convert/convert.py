@@ -11,14 +11,15 @@ from pathlib import Path
 from chord_convert.checkpoint import Checkpoint
 from chord_convert.executors import threads
 from chord_convert.finish import finish, provenance
-from chord_convert.plan import Options, Plan, Task, human, make_plan
+from chord_convert.plan import Options, Plan, Task, make_plan
 from chord_convert.progress import Progress
 from chord_convert.resume import Part, claim, gate, is_finished, record
 from chord_convert.source import Source, open_source
 from chord_convert.validate import validate
-from chord_runtime.errors import CheckpointError, OutputError, SourceError, Unfinished
+from chord_runtime.errors import OutputError, SourceError, Unfinished
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.format.metadata import Source as Provenance
+from chord_runtime.units import human
 
 Run = Callable[[list[Task], Source, Path, int, Progress], None]
 """An executor: (tasks, source, directory, workers, progress)."""
@@ -31,6 +32,7 @@ class Prepared:
     source: Source
     checkpoint: Checkpoint
     plan: Plan
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,9 @@ def prepare(model: str, options: Options, revision: str | None = None, token: st
     """
     source = open_source(model, revision, token)
     report = validate(source)
-    if report.checkpoint is None:
-        lines = "\n  ".join(str(problem) for problem in report.problems)
-        raise CheckpointError(f"{model} cannot be converted:\n  {lines}")
-    return Prepared(source, report.checkpoint, make_plan(report.checkpoint, source.identity, options))
+    checkpoint = report.require()
+    plan = make_plan(checkpoint, source.identity, options)
+    return Prepared(source, checkpoint, plan, tuple(str(warning) for warning in report.warnings))
 
 
 def convert(

@@ -30,6 +30,7 @@ from chord_runtime.format.layout import (
 from chord_runtime.format.metadata import Packing, ShardMetadata
 from chord_runtime.format.metadata import Source as Provenance
 from chord_runtime.format.shard import ShardLayout, TensorSpec
+from chord_runtime.units import human
 
 # A tensor's entries in a header, at most; keeps files with their header below the limit.
 _ENTRY_BYTES = 1024
@@ -205,7 +206,7 @@ def _experts_tasks(
             metadata = ShardMetadata(packing, layer, rank, tp_rank, tuple(experts), provenance).to_string()
             specs = tuple(_packed_spec(packing, layer, expert, p, tp_rank) for expert in experts for p in Projection)
             outputs.append(OutputFile(experts_file(layer, rank, layout, tp_rank, part), ShardLayout(specs, metadata)))
-        sources = tuple(_source_expert(checkpoint, layer, expert) for expert in experts)
+        sources = tuple(source_expert(checkpoint, layer, expert) for expert in experts)
         yield ExpertsTask(sources, tuple(outputs))
 
 
@@ -215,7 +216,8 @@ def _packed_spec(packing: Packing, layer: int, expert: int, projection: Projecti
     return TensorSpec(tensor_name(packing.prefix, layer, expert, projection, tp_rank, tp_size), "U8", (size,), size)
 
 
-def _source_expert(checkpoint: Checkpoint, layer: int, expert: int) -> SourceExpert:
+def source_expert(checkpoint: Checkpoint, layer: int, expert: int) -> SourceExpert:
+    """Where the three modules of an expert lie."""
     weights = (
         SourceWeight(
             checkpoint.expert(layer, expert, projection), checkpoint.expert(layer, expert, projection, "weight_scale")
@@ -246,11 +248,3 @@ def _tensors(task: Task) -> Iterator[TensorInfo]:
     for expert in task.experts:
         for weight in (expert.gate, expert.up, expert.down):
             yield from (weight.words, weight.scale)
-
-
-def human(size: int) -> str:
-    """A size in bytes for people, in decimal units as disks are sold."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size} bytes"

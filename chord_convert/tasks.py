@@ -88,12 +88,12 @@ def _pack_gate_up(
 ) -> None:
     rows, words = expert.gate.words.shape
     k, local = words * 8, rows // len(writers)
-    step = _rows_at_a_time(k) // 2
+    step = rows_at_a_time(k) // 2
     for rank, writer in enumerate(writers):
         for row in range(rank * local, (rank + 1) * local, step):
             stop = min(row + step, (rank + 1) * local)
-            gate = _rows(expert.gate, row, stop, source, buffers, "gate")
-            up = _rows(expert.up, row, stop, source, buffers, "up")
+            gate = source_rows(expert.gate, row, stop, source, buffers, "gate")
+            up = source_rows(expert.up, row, stop, source, buffers, "up")
             out = writer.take(packed_bytes(2 * (stop - row), k))
             try:
                 _store(pack_gate_up(*gate, *up), out)
@@ -106,10 +106,10 @@ def _pack_gate_up(
 def _pack_down(weight: SourceWeight, source: Source, writers: list[ShardWriter], buffers: Buffers, tick: Tick) -> None:
     rows, words = weight.words.shape
     local = words * 8 // len(writers)
-    step = _rows_at_a_time(words * 8)
+    step = rows_at_a_time(words * 8)
     for row in range(0, rows, step):
         stop = min(row + step, rows)
-        codes, scale = _rows(weight, row, stop, source, buffers, "down")
+        codes, scale = source_rows(weight, row, stop, source, buffers, "down")
         for rank, writer in enumerate(writers):
             out = writer.take(packed_bytes(stop - row, local))
             columns = slice(rank * local // 8, (rank + 1) * local // 8)
@@ -122,12 +122,12 @@ def _pack_down(weight: SourceWeight, source: Source, writers: list[ShardWriter],
             tick(len(out))
 
 
-def _rows_at_a_time(k: int) -> int:
-    """Packed rows in a chunk: whole strips."""
+def rows_at_a_time(k: int) -> int:
+    """Packed rows of ``k`` columns in a chunk: whole strips."""
     return max(1, _CHUNK_BYTES // packed_bytes(STRIP_ROWS, k)) * STRIP_ROWS
 
 
-def _rows(
+def source_rows(
     weight: SourceWeight, row: int, stop: int, source: Source, buffers: Buffers, role: str
 ) -> tuple[Tensor, Tensor]:
     """Rows ``row:stop`` of a source weight: int32 [rows, K/8], bfloat16 [rows, K/32], in the worker's buffers."""

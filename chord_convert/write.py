@@ -182,9 +182,7 @@ def _open_locked(path: Path) -> int:
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            raise OutputError(
-                f"{path} is being written by another run: end it or wait, then run again"
-            ) from None
+            raise OutputError(f"{path} is being written by another run: end it or wait, then run again") from None
         except OSError as error:
             os.close(descriptor)
             raise output_error(path, error) from None

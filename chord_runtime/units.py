@@ -1,0 +1,11 @@
+"""Sizes as people read them."""
+
+from __future__ import annotations
+
+
+def human(size: int) -> str:
+    """A size in bytes for people, in decimal units as disks are sold."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} bytes"
