@@ -1,0 +1,99 @@
+"""``quant_method: "chord"``: a packed directory tells vLLM that its experts are Chord's; nothing else is quantized."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
+
+from chord_runtime.errors import ChordError, FormatError
+from chord_runtime.format.block import FORMAT_VERSION
+from chord_runtime.format.metadata import Packing
+from chord_runtime.resources import schema
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_number(prefix: str) -> int:
+    """The layer in a module name such as ``language_model.model.layers.3.mlp.experts``."""
+    match = _LAYER.search(prefix)
+    if match is None:
+        raise ChordError(f"{prefix!r} names no layer: Chord serves models whose experts are in layers.N.mlp.experts")
+    return int(match[1])
+
+
+def activation_dtypes() -> list[torch.dtype]:
+    """bfloat16; on the CPU, where the reference runs, float32 too."""
+    return [torch.bfloat16, torch.float32] if current_platform.is_cpu() else [torch.bfloat16]
+
+
+class ChordConfig(QuantizationConfig):
+    """The quantization config of a packed directory; ``from_config`` also builds the one of an ordinary checkpoint."""
+
+    def __init__(self, packing: Packing) -> None:
+        super().__init__()
+        self.packing = packing
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name in config.json and of ``--quantization``."""
+        return "chord"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """See ``activation_dtypes``."""
+        return activation_dtypes()
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Hopper."""
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: all is in config.json."""
+        return []
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """``--quantization chord`` on a compressed-tensors checkpoint means: pack its experts while loading."""
+        if user_quant == "chord" and hf_quant_cfg.get("quant_method") == "compressed-tensors":
+            return "chord"
+        return None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """From the ``quantization_config`` of config.json; raises FormatError for one that Chord did not write."""
+        if config.get("quant_method") == "compressed-tensors":
+            from chord_runtime.integrations.vllm.adopt import NamedCompressedTensorsConfig
+
+            return NamedCompressedTensorsConfig.from_config(config)
+        where = "quantization_config in config.json"
+        if config.get("format_version") != FORMAT_VERSION:
+            raise FormatError(
+                f"{where} is packed format version {config.get('format_version')}; this Chord reads version "
+                f"{FORMAT_VERSION}: install the matching chord-moe or convert again"
+            )
+        try:
+            jsonschema.validate(config, schema("packed-config"), cls=jsonschema.Draft202012Validator)
+        except jsonschema.ValidationError as error:
+            raise FormatError(f"{where}: {error.message}; it was edited, or another tool wrote it") from None
+        return cls(Packing.from_json(config))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Packed experts for the layers that were converted; everything else is as the source left it."""
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from chord_runtime.integrations.vllm.method import PackedExpertsMethod
+
+        if isinstance(layer, RoutedExperts) and layer_number(prefix) in self.packing.layers:
+            model = get_current_vllm_config().model_config.model
+            return PackedExpertsMethod(layer, self.packing, model)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

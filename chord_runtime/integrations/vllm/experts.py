@@ -1,0 +1,211 @@
+"""Chord's experts in vLLM's modular MoE kernel: the Standard format (every token with its top-k) and BatchedExperts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.platforms import current_platform
+
+from chord_runtime.format.layout import Mode
+from chord_runtime.integrations.vllm.align import aligned, combine
+from chord_runtime.ops.api import contiguous, indexed, masked
+from chord_runtime.ops.validate import RUN_ROWS
+from chord_runtime.ops.weight import PackedWeight
+
+CONTIGUOUS_ROWS = 64
+"""Rows of an expert, on average, from which sorting them into runs of 128 pays; below, padding costs more."""
+
+
+def standard_mode(num_tokens: int, top_k: int, num_experts: int, modes: tuple[Mode, ...]) -> Mode:
+    """Contiguous for prefill-sized batches, indexed for small ones, from what the weights were packed for.
+
+    ``num_experts`` is the global number: routing spreads tokens over all of them. Only shapes decide, so a captured
+    CUDA graph holds one choice, and a row's bits are the same either way.
+    """
+    wanted = Mode.CONTIGUOUS if num_tokens * top_k >= CONTIGUOUS_ROWS * num_experts else Mode.INDEXED
+    return wanted if wanted in modes else next(mode for mode in (Mode.INDEXED, Mode.CONTIGUOUS) if mode in modes)
+
+
+def indexed_block(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Block size asked of the aligner: small, for the kernel merges blocks of one expert."""
+    return 8 if num_tokens * top_k < 8 * num_experts else 16
+
+
+class ChordExperts(mk.FusedMoEExpertsModular):
+    """What both formats share."""
+
+    w13: PackedWeight
+    w2: PackedWeight
+
+    def attach(self, w13: PackedWeight, w2: PackedWeight) -> None:
+        """Give the experts their weights; those that vLLM passes to ``apply`` are the same memory."""
+        self.w13, self.w2 = w13, w2
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return bool(current_platform.is_cpu() or current_platform.has_device_capability(90))
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation is MoEActivation.SILU
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        """(experts, rows, N of gate_up, hidden, top_k); packed bytes do not show N and K in their shape."""
+        rows = a1.size(0) if a1.dim() == 2 else a1.size(1)
+        return self.w13.num_experts, rows, self.w13.n, a1.size(-1), topk_ids.size(1)
+
+
+class StandardExperts(ChordExperts):
+    """[tokens, hidden] with global ``topk_ids``; the result is weighted and summed over top-k here."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        """See the class."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        """Nothing is left to do."""
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The SwiGLU's rows, the rows into gate_up and out of down, the output.
+
+        vLLM may let the output share memory with the first, so what the combine reads is in the second.
+        """
+        if standard_mode(M, topk, global_num_experts, self.w13.modes) is Mode.CONTIGUOUS:
+            rows = _contiguous_rows(M * topk, local_num_experts)
+        else:
+            rows = M * topk
+        return (rows, N // 2), (rows, K), (M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Fill ``output`` [tokens, hidden]."""
+        tokens, top_k = topk_ids.shape
+        weights = topk_weights.to(torch.float32).contiguous()
+        local = topk_ids if expert_map is None else torch.where(topk_ids < 0, -1, expert_map[topk_ids.clamp(min=0)])
+        if standard_mode(tokens, top_k, global_num_experts, self.w13.modes) is Mode.CONTIGUOUS:
+            a = aligned(local, self.w13.num_experts, RUN_ROWS)
+            rows = torch.index_select(hidden_states, 0, a.token, out=workspace2)
+            middle = contiguous(rows, self.w13, a.m_indices, activation="swiglu", out=workspace13)
+            down = contiguous(middle, self.w2, a.m_indices, row_weight=weights.view(-1)[a.routed], out=workspace2)
+            combine(down, a.place, local, output)
+        else:
+            block = indexed_block(tokens, top_k, global_num_experts)
+            a = aligned(local, self.w13.num_experts, block)
+            ids = (a.sorted_ids, a.expert_ids, a.num_tokens_padded)
+            middle = indexed(hidden_states, self.w13, *ids, top_k, block, activation="swiglu", out=workspace13)
+            down = indexed(middle, self.w2, *ids, 1, block, topk_weights=weights, out=workspace2)
+            combine(down, None, local, output)
+
+
+class BatchedExperts(ChordExperts):
+    """[experts, rows, hidden] from DeepEP's low-latency or NIXL's kernels, which also weight and reduce."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        """See the class."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        """The combine of the all2all backend."""
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """None, the SwiGLU's rows, the output."""
+        return (0,), (local_num_experts * M, N // 2), (local_num_experts, M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor,
+        workspace2: Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Fill the valid rows of ``output`` [experts, rows, hidden]."""
+        experts, rows, hidden = hidden_states.shape
+        masked_m = expert_tokens_meta.expert_num_tokens[:experts].to(torch.int32)
+        expected_m = self._expected_rows(topk_ids, global_num_experts)
+        middle = masked(hidden_states, self.w13, masked_m, expected_m, activation="swiglu", out=workspace2)
+        masked(middle, self.w2, masked_m, expected_m, out=output.view(experts * rows, hidden))
+
+    def _expected_rows(self, topk_ids: Tensor, global_num_experts: int) -> int:
+        """Rows of an expert if all ranks dispatch as many tokens as this one and routing is even."""
+        dispatchers: int = self.num_dispatchers
+        return max(1, -(-topk_ids.numel() * dispatchers // global_num_experts))
+
+
+def _contiguous_rows(routed: int, num_experts: int) -> int:
+    """Rows that suffice however tokens are routed: every expert may waste a run but for one row."""
+    return -(-(routed + num_experts * (RUN_ROWS - 1)) // RUN_ROWS) * RUN_ROWS

@@ -1,0 +1,166 @@
+"""``--load-format chord``: every rank opens only the files with its own experts and reads them straight into place."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from chord_runtime.errors import FormatError
+from chord_runtime.format.layout import INDEX, Projection, parse_experts_file, tensor_name
+from chord_runtime.format.metadata import Packing
+from chord_runtime.integrations.vllm.config import layer_number
+from chord_runtime.integrations.vllm.method import PackedExpertsMethod
+from chord_runtime.packed_dir import PackedDir
+
+logger = init_logger("vllm.chord")
+
+THREADS = 8
+"""Readers of a rank: enough to keep a local NVMe drive or a parallel file system busy."""
+
+Targets = dict[str, Tensor]
+"""Tensor name → where its bytes go: one expert's row of a parameter."""
+
+
+class ChordModelLoader(DefaultModelLoader):
+    """Shared tensors through vLLM's own loader, experts by positional reads of this rank's files."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        as_safetensors = copy.copy(load_config)
+        as_safetensors.load_format = "safetensors"
+        super().__init__(as_safetensors)
+
+    def _prepare_weights(self, model_name_or_path: str, subfolder: str | None, revision: str | None, *args: Any) -> Any:
+        """What vLLM's loader would read, less the experts; from the Hub no expert file is fetched."""
+        directory = self._directory(model_name_or_path, revision, ("*.json", "shared-*.safetensors"))
+        folder, files, *rest = super()._prepare_weights(str(directory), subfolder, revision, *args)
+        shared = [file for file in files if parse_experts_file(Path(file).name) is None]
+        return folder, shared, *rest
+
+    def _directory(self, model: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+        """A local directory as it is, or the Hub's snapshot with the files that match."""
+        if Path(model).is_dir():
+            return Path(model)
+        cache = self.load_config.download_dir
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=list(patterns)))
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load a packed directory; raises FormatError for another one, or one whose files are not this rank's."""
+        layers = dict(_packed_layers(model))
+        if not layers:
+            raise FormatError(
+                f"--load-format chord reads packed directories and {model_config.model} is not one: "
+                "convert it with chord-convert, or start without --load-format"
+            )
+        super().load_weights(model, model_config)
+        started = time.perf_counter()
+        directory = self._directory(model_config.model, model_config.revision, ("*.json",))
+        files = _files_of(layers, directory)
+        if not Path(model_config.model).is_dir():
+            directory = self._directory(model_config.model, model_config.revision, tuple(files))
+        packed = PackedDir(directory)
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="chord-load") as pool:
+            reads = [pool.submit(_read_file, packed, name, files[name]) for name in sorted(files)]
+            total = sum(read.result() for read in reads)
+        for method in layers.values():
+            method.all_loaded()
+        seconds = time.perf_counter() - started
+        logger.info(
+            "Chord read this rank's experts: %.3f GB in %.2f s (%.2f GB/s), %d of %d experts files, %d layers",
+            total / 1e9, seconds, total / 1e9 / seconds, len(files), len(packed.experts_files()), len(layers),
+        )  # fmt: skip
+
+
+def _packed_layers(model: nn.Module) -> Iterator[tuple[Any, PackedExpertsMethod]]:
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, PackedExpertsMethod):
+            yield module, method
+
+
+def _files_of(layers: dict[Any, PackedExpertsMethod], directory: Path) -> dict[str, Targets]:
+    """The experts files that this rank needs, and where their tensors go; names alone decide."""
+    try:
+        index: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{directory / INDEX} cannot be used ({error!r}): fetch or convert it again") from None
+    files: dict[str, Targets] = defaultdict(dict)
+    for layer, method in layers.items():
+        for name, target in _targets(layer, method, method.packing).items():
+            if name not in index:
+                raise FormatError(
+                    f"{directory} has no {name}: it holds other ranks only (see chord inspect); "
+                    "convert or fetch the ranks of this deployment"
+                )
+            files[index[name]][name] = target
+    return dict(files)
+
+
+def _targets(layer: Any, method: PackedExpertsMethod, packing: Packing) -> Targets:
+    """Row of this rank's parameters for each of its tensors of one layer."""
+    number, tp_size = layer_number(layer.layer_name), packing.layout.tp_size
+    return {
+        tensor_name(packing.prefix, number, expert, which, method.moe.tp_rank, tp_size): rows[local]
+        for which in Projection
+        for rows in [method.parameter(layer, which).data]
+        for expert, local in enumerate(method.local_ids)
+        if local >= 0
+    }
+
+
+def _read_file(packed: PackedDir, file_name: str, targets: Targets) -> int:
+    """Read the tensors named in ``targets`` into place; returns the bytes read."""
+    header = packed.header(file_name)
+    path = packed.path / file_name
+    total = 0
+    with path.open("rb", buffering=0) as file:
+        for name, target in targets.items():
+            stored = header.tensors.get(name)
+            if stored is None or stored.dtype != "U8" or stored.shape != tuple(target.shape):
+                raise FormatError(f"{path}: {name} is not uint8 {list(target.shape)}: fetch or convert it again")
+            _read_into(target, file.fileno(), stored.start, path)
+            total += target.nbytes
+    return total
+
+
+_staging = threading.local()
+
+
+def _read_into(target: Tensor, file: int, start: int, path: Path) -> None:
+    """Read ``target.nbytes`` at ``start``: in place on the CPU, through a reader's pinned buffer on a GPU."""
+    if target.is_cpu:
+        _read_exactly(target, file, start, path)
+        return
+    buffer = getattr(_staging, "buffer", None)
+    if buffer is None or buffer.numel() < target.numel():
+        buffer = _staging.buffer = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=True)
+    part = buffer[: target.numel()]
+    _read_exactly(part, file, start, path)
+    with torch.cuda.device(target.device):
+        target.copy_(part, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+
+def _read_exactly(target: Tensor, file: int, start: int, path: Path) -> None:
+    array: Any = target.numpy()
+    view = memoryview(array)
+    while view.nbytes:
+        count = os.preadv(file, [view], start)
+        if count == 0:
+            raise FormatError(f"{path} ended while it was read: it was truncated, fetch or convert it again")
+        view, start = view[count:], start + count
