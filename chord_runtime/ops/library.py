@@ -29,22 +29,25 @@ _SCHEMAS = {
 _library = torch.library.Library("chord", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _refuse_grad(args: tuple[Any, ...]) -> None:
+# Where the row weights stand among the arguments; the rows stand first.
+_ROW_WEIGHT = {"contiguous": 3, "masked": 4, "indexed": 7}
+
+
+def _refuse_grad(rows: torch.Tensor, row_weight: torch.Tensor | None) -> None:
     """Raise UsageError if a gradient is asked for: without this, autograd would silently drop it."""
-    if torch.is_grad_enabled():
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                raise UsageError(
-                    "an input of a chord operator requires a gradient; packed INT4 experts are for inference: "
-                    "call under torch.no_grad() or torch.inference_mode(), or detach the input"
-                )
+    if torch.is_grad_enabled() and (rows.requires_grad or (row_weight is not None and row_weight.requires_grad)):
+        raise UsageError(
+            "an input of a chord operator requires a gradient; packed INT4 experts are for inference: "
+            "call under torch.no_grad() or torch.inference_mode(), or detach the input"
+        )
 
 
 def _cpu(name: str) -> Callable[..., None]:
     kernel: Callable[..., None] = getattr(reference, name)
+    weight = _ROW_WEIGHT[name]
 
     def run(*args: Any) -> None:
-        _refuse_grad(args)
+        _refuse_grad(args[0], args[weight])
         kernel(*args)
 
     return run
@@ -53,6 +56,7 @@ def _cpu(name: str) -> Callable[..., None]:
 def _cuda(name: str) -> Callable[..., None]:
     """The CUDA kernel of an operator, found at its first call: importing this package needs no CUDA."""
     kernel: Callable[..., None] | None = None
+    weight = _ROW_WEIGHT[name]
 
     def run(*args: Any) -> None:
         nonlocal kernel
@@ -60,19 +64,24 @@ def _cuda(name: str) -> Callable[..., None]:
             from chord_runtime.cuda import launch
 
             kernel = getattr(launch, name)
-        _refuse_grad(args)
+        _refuse_grad(args[0], args[weight])
         kernel(*args)
 
     return run
 
 
-def _fake(*args: Any) -> None:
+def _fake(name: str) -> Callable[..., None]:
     """Shapes need no computing: the operators return nothing."""
-    _refuse_grad(args)
+    weight = _ROW_WEIGHT[name]
+
+    def run(*args: Any) -> None:
+        _refuse_grad(args[0], args[weight])
+
+    return run
 
 
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)  # type: ignore[no-untyped-call]
     _library.impl(_name, _cpu(_name), "CPU")  # type: ignore[no-untyped-call]
     _library.impl(_name, _cuda(_name), "CUDA")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"chord::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"chord::{_name}", _fake(_name), lib=_library)
