@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -188,7 +189,10 @@ def _cache() -> Finding:
 def _packer() -> Finding:
     from chord_runtime.format import native
 
-    if native.available():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built = native.library() is not None
+    if built:
         return Finding("native packer", Need.CONVERT, Status.OK, "built")
     return Finding(
         "native packer",

@@ -116,6 +116,13 @@ def test_need_convert_ignores_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(command, []).exit_code == 1
 
 
+def test_a_packer_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chord_runtime.format.native.library", lambda: None)
+    finding = find(doctor.examine(), "native packer")
+    assert finding.status is Status.OPTIONAL
+    assert "C++17 compiler" in finding.advice
+
+
 def test_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "vllm":
