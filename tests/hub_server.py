@@ -205,6 +205,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._storage(path)
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
             self._model(match[1], unquote(match[2] or "main"))
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
+            self._tree(match[1], unquote(match[2]), token)
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(match[1], unquote(match[2]), unquote(match[3]), token)
         else:
@@ -253,6 +255,23 @@ class _Handler(BaseHTTPRequestHandler):
             "disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings,
         }  # fmt: skip
         self._send(200, json.dumps(model).encode(), {"Content-Type": "application/json"})
+
+    def _tree(self, repo: str, revision: str, token: str | None) -> None:
+        found = self._repository(repo, revision, token)
+        if found is None:
+            return
+        entries = []
+        for path in sorted(found.directory.rglob("*")):
+            entry: dict[str, Any] = {"path": path.relative_to(found.directory).as_posix(), "oid": "0" * 40}
+            if path.is_file():
+                sha256, blob = self.hub.hashes(path)
+                entry |= {"type": "file", "size": path.stat().st_size, "oid": blob}
+                if path.suffix == ".safetensors":
+                    entry["lfs"] = {"oid": sha256, "size": path.stat().st_size, "pointerSize": 135}
+            else:
+                entry |= {"type": "directory", "size": 0}
+            entries.append(entry)
+        self._send(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, repo: str, revision: str, file: str, token: str | None) -> None:
         if repo in self.hub.renamed:

@@ -98,6 +98,9 @@ def header_length(raw: bytes, file: str, size: int) -> int:
     """Length of the JSON in bytes, from the file's first eight. Raises HeaderError when ``size`` cannot hold it."""
     if len(raw) < 8 or size < 10:
         _refuse(file, "", f"a file of {size} bytes", "8 bytes of length and a header of at least 2 bytes")
+    if raw == b"version ":
+        supported = "the file itself: fetch it with `git lfs pull`"
+        _refuse(file, "", "a Git LFS pointer instead of the file", supported)
     length = int.from_bytes(raw, "little")
     if length > MAX_HEADER_BYTES:
         _refuse(file, "header length", f"{length} bytes", f"at most {MAX_HEADER_BYTES}, as the safetensors library")

@@ -23,6 +23,10 @@ def parse(raw: bytes | bytearray | memoryview) -> Any:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"text that is not JSON ({error.msg} at offset {error.pos})") from None
+    except ValueError as error:
+        if "digits" in str(error):
+            raise ValueError("a number of more digits than are read") from None
+        raise
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
 
