@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from chord_runtime.errors import ChordError
     from chord_runtime.format.layout import Mode, Placement, RowOrder
     from chord_runtime.layer import moe_layer
-    from chord_runtime.load import load
+    from chord_runtime.loader import load
     from chord_runtime.ops.api import contiguous, indexed, masked, pack_w4a16_grouped
     from chord_runtime.ops.weight import PackedWeight
 
@@ -26,7 +26,7 @@ _HOME = {
     "RowOrder": "chord_runtime.format.layout",
     "contiguous": "chord_runtime.ops.api",
     "indexed": "chord_runtime.ops.api",
-    "load": "chord_runtime.load",
+    "load": "chord_runtime.loader",
     "masked": "chord_runtime.ops.api",
     "moe_layer": "chord_runtime.layer",
     "pack_w4a16_grouped": "chord_runtime.ops.api",

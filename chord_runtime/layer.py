@@ -1,0 +1,142 @@
+"""A whole MoE layer over packed experts: gate_up with SwiGLU, down, and the weighted sum over each token's experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chord_runtime import routing
+from chord_runtime.errors import UsageError
+from chord_runtime.format.layout import Mode, RowOrder
+from chord_runtime.ops import api
+from chord_runtime.ops.weight import PackedWeight
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """The routed experts of one layer that a rank holds."""
+
+    w13: PackedWeight
+    """gate and up: [experts, 2 · intermediate, hidden], row order ``gate_up_8``."""
+    w2: PackedWeight
+    """down: [experts, hidden, intermediate]."""
+    experts: tuple[int, ...]
+    """Global id of each local expert."""
+    num_experts: int
+    """Experts of the layer, on all ranks."""
+    expert_map: Tensor = field(init=False)
+    """int32 [num_experts]: global → local expert, −1 for other ranks'."""
+
+    def __post_init__(self) -> None:
+        w13, w2 = self.w13, self.w2
+        if w13.row_order is not RowOrder.GATE_UP_8 or w2.row_order is not RowOrder.PLAIN or w13.n != 2 * w2.k:
+            raise UsageError(
+                f"w13 [{w13.n}, {w13.k}] {w13.row_order.value} and w2 [{w2.n}, {w2.k}] {w2.row_order.value} make no "
+                "layer: w13 is gate_up_8 with twice as many rows as w2 has columns"
+            )
+        if not len(self.experts) == w13.num_experts == w2.num_experts or w13.k != w2.n:
+            raise UsageError(
+                f"{len(self.experts)} experts, {w13.num_experts} in w13 and {w2.num_experts} in w2, "
+                f"hidden sizes {w13.k} and {w2.n}: these do not belong together"
+            )
+        expert_map = torch.full((self.num_experts,), -1, dtype=torch.int32)
+        expert_map[list(self.experts)] = torch.arange(len(self.experts), dtype=torch.int32)
+        object.__setattr__(self, "expert_map", expert_map.to(w13.data.device))
+
+
+def moe_layer(
+    x: Tensor,
+    layer: PackedLayer,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    mode: Mode | str | None = None,
+    max_m: int | None = None,
+    block_size: int = 16,
+) -> Tensor:
+    """Σ over a token's experts of weight · down(silu(gate(x)) · up(x)): what the routed experts add to the residual.
+
+    The three modes give equal results: SwiGLU and the weights are applied in FP32 before an operator rounds, and the
+    sum over a token's choices runs in FP32 in their order, rounded once. With expert parallelism a rank gives the part
+    of its own experts, with tensor parallelism its part of the sum: add the ranks' results.
+
+    Args:
+        x: bfloat16 [T, hidden].
+        topk_ids: int32 or int64 [T, top_k], global experts; −1 for none.
+        topk_weights: float32 [T, top_k].
+        mode: by default the first of indexed, contiguous and masked that the layer was packed for.
+        max_m: rows for each expert in masked mode; by default T.
+        block_size: rows of a block in indexed mode.
+
+    Returns:
+        bfloat16 [T, hidden].
+
+    Raises:
+        ModeError: the layer was not packed for ``mode``.
+        UsageError: anything else that does not fit.
+    """
+    if x.dim() != 2 or topk_ids.shape[:1] != x.shape[:1]:
+        raise UsageError(f"x is [T, hidden] and topk_ids [T, top_k]; found {list(x.shape)} and {list(topk_ids.shape)}")
+    if topk_weights.shape != topk_ids.shape or topk_weights.dtype != torch.float32:
+        raise UsageError(
+            f"topk_weights must be float32 {list(topk_ids.shape)} like topk_ids; "
+            f"found {topk_weights.dtype} {list(topk_weights.shape)}"
+        )
+    if not topk_ids.numel():
+        return x.new_zeros(x.shape)
+    run = _MODES[_mode(mode, layer.w13)]
+    return run(x, layer, topk_ids, topk_weights, max_m, block_size)
+
+
+def _contiguous(
+    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
+) -> Tensor:
+    route = routing.contiguous(topk_ids, layer.w13.num_experts, layer.expert_map)
+    routed = route.routed.clamp(min=0)
+    hidden = api.contiguous(x[routed // topk_ids.shape[1]], layer.w13, route.m_indices, activation="swiglu")
+    weight = topk_weights.reshape(-1)[routed]
+    return _combine(api.contiguous(hidden, layer.w2, route.m_indices, row_weight=weight), route.rows)
+
+
+def _masked(
+    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
+) -> Tensor:
+    route = routing.masked(topk_ids, layer.w13.num_experts, max_m, layer.expert_map)
+    routed = route.routed.clamp(min=0)
+    rows = x[routed // topk_ids.shape[1]]
+    hidden = api.masked(rows, layer.w13, route.masked_m, route.expected_m, activation="swiglu")
+    weight = topk_weights.reshape(-1)[routed]
+    return _combine(api.masked(hidden, layer.w2, route.masked_m, route.expected_m, row_weight=weight), route.rows)
+
+
+def _indexed(
+    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
+) -> Tensor:
+    route = routing.indexed(topk_ids, layer.w13.num_experts, block_size, layer.expert_map)
+    buffers = route.sorted_ids, route.expert_ids, route.num_tokens_padded
+    hidden = api.indexed(x, layer.w13, *buffers, topk_ids.shape[1], block_size, activation="swiglu")
+    weights = topk_weights.contiguous()
+    return _combine(api.indexed(hidden, layer.w2, *buffers, 1, block_size, topk_weights=weights), route.rows)
+
+
+_MODES = {Mode.INDEXED: _indexed, Mode.CONTIGUOUS: _contiguous, Mode.MASKED: _masked}
+
+
+def _mode(mode: Mode | str | None, weight: PackedWeight) -> Mode:
+    if mode is None:
+        return next((known for known in _MODES if known in weight.modes), Mode.INDEXED)
+    try:
+        return Mode(mode)
+    except ValueError:
+        raise UsageError(f"mode {mode!r}: supported are {', '.join(m.value for m in Mode)}") from None
+
+
+def _combine(results: Tensor, rows: Tensor) -> Tensor:
+    """Sum of each token's rows, [T, top_k] of ``results``, −1 for none: FP32, in the order of the choices."""
+    total = torch.zeros(rows.shape[0], results.shape[1], dtype=torch.float32, device=results.device)
+    for row in rows.unbind(1):
+        # Rows that no expert wrote may hold anything, so they are replaced rather than multiplied by zero.
+        total += torch.where((row >= 0).unsqueeze(1), results[row.clamp(min=0)], 0)
+    return total.to(results.dtype)

@@ -1,0 +1,330 @@
+"""From a packed directory and a rank to packed layers on a device: the bytes of that rank's experts, as they are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from chord_runtime.errors import FormatError, UsageError
+from chord_runtime.format.block import packed_bytes
+from chord_runtime.format.layout import (
+    ParallelLayout,
+    Placement,
+    Projection,
+    parse_experts_file,
+    row_order,
+    tensor_name,
+)
+from chord_runtime.format.metadata import Manifest, Packing, ShardMetadata
+from chord_runtime.format.shard import ShardHeader, StoredTensor, checksum, read_shard_header
+from chord_runtime.layer import PackedLayer
+from chord_runtime.ops.weight import PackedWeight
+
+_RUN_BYTES = 64 << 20
+"""Tensors that follow each other in a file are read by one call, up to about this much."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load read: files opened, bytes of their headers and of tensors, and how long it took."""
+
+    files: int
+    header_bytes: int
+    data_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.data_bytes / self.seconds / 1e9 if self.seconds else 0.0
+        return (
+            f"{self.data_bytes + self.header_bytes:,} bytes from {self.files} files "
+            f"in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+        )
+
+
+@dataclass(frozen=True)
+class PackedLayers(Mapping[int, PackedLayer]):
+    """One rank's layers of packed experts by layer number."""
+
+    layers: Mapping[int, PackedLayer]
+    packing: Packing
+    """How the directory was packed."""
+    layout: ParallelLayout
+    """How it was loaded: EP size and placement may differ from the directory's."""
+    ep_rank: int
+    tp_rank: int
+    report: LoadReport
+
+    def __getitem__(self, layer: int) -> PackedLayer:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    ep_rank: int = 0,
+    ep_size: int | None = None,
+    tp_rank: int = 0,
+    *,
+    placement: Placement | str | None = None,
+    device: torch.device | str = "cpu",
+    layers: Iterable[int] | None = None,
+    verify: bool = False,
+    workers: int = 4,
+) -> PackedLayers:
+    """Read one rank's experts, and nothing else, into tensors ready to multiply by.
+
+    Args:
+        directory: made by ``chord-convert``.
+        ep_rank: rank of ``ep_size`` whose experts are wanted.
+        ep_size: any size that divides the experts; by default the recorded one. An expert's bytes do not depend on it.
+        tp_rank: rank of the recorded TP size.
+        placement: which experts a rank holds; by default as recorded.
+        device: where the tensors go. For CUDA they pass through two pinned buffers a worker.
+        layers: layer numbers; by default all.
+        verify: also compare every tensor with its checksum.
+        workers: layers read at once.
+
+    Raises:
+        FormatError: the directory is unfinished, altered, of another format version, or lacks experts of this rank.
+        UsageError: ranks, sizes or layers that the directory cannot have.
+    """
+    began = time.perf_counter()
+    root = Path(directory)
+    manifest = Manifest.read(root)
+    packing = manifest.packing
+    recorded = packing.layout
+    layout = ParallelLayout(
+        recorded.ep_size if ep_size is None else ep_size,
+        recorded.tp_size,
+        recorded.placement if placement is None else Placement(placement),
+    )
+    layout.check(packing.shape.num_experts, packing.shape.hidden, packing.shape.intermediate)
+    if not 0 <= tp_rank < layout.tp_size:
+        raise UsageError(
+            f"tp rank {tp_rank}: {root} was packed for --tp {layout.tp_size}, so ranks are 0..{layout.tp_size - 1}; "
+            "another TP size changes the bytes: convert again for it"
+        )
+    numbers = packing.layers if layers is None else tuple(layers)
+    if unknown := sorted(set(numbers) - set(packing.layers)):
+        raise UsageError(f"layers {unknown} are not in {root}: it has experts in layers {list(packing.layers)}")
+    experts = tuple(layout.experts_of(ep_rank, packing.shape.num_experts))
+    reader = _Reader(root, manifest, _files(root, manifest, experts, tp_rank), experts, tp_rank, verify)
+    with ThreadPoolExecutor(max(1, min(workers, len(numbers))), thread_name_prefix="load") as pool:
+        results = list(pool.map(lambda number: reader.layer(number, torch.device(device)), numbers))
+    report = LoadReport(
+        files=sum(result.files for result in results),
+        header_bytes=sum(result.header_bytes for result in results),
+        data_bytes=sum(result.data_bytes for result in results),
+        seconds=time.perf_counter() - began,
+    )
+    found = {number: result.layer for number, result in zip(numbers, results, strict=True)}
+    return PackedLayers(found, packing, layout, ep_rank, tp_rank, report)
+
+
+def _files(root: Path, manifest: Manifest, experts: tuple[int, ...], tp_rank: int) -> dict[int, list[tuple[str, int]]]:
+    """Layer → (file, recorded EP rank) of every file that may hold one of ``experts``."""
+    recorded, total = manifest.packing.layout, manifest.packing.shape.num_experts
+    wanted = set(experts)
+    owners = {rank for rank in range(recorded.ep_size) if not wanted.isdisjoint(recorded.experts_of(rank, total))}
+    if missing := sorted(owners - set(manifest.ep_ranks)):
+        raise FormatError(
+            f"{root} holds the experts of ranks {list(manifest.ep_ranks)} of {recorded.ep_size} only; those asked for "
+            f"are also of ranks {missing}: run chord-convert with --ranks {','.join(map(str, missing))}, or load "
+            f"with ep_size={recorded.ep_size} and one of the ranks that are here"
+        )
+    files: dict[int, list[tuple[str, int]]] = {layer: [] for layer in manifest.packing.layers}
+    for name in sorted(manifest.files):
+        place = parse_experts_file(name)
+        if place is not None and place[1] in owners and place[2] == tp_rank:
+            files.setdefault(place[0], []).append((name, place[1]))
+    return files
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    layer: PackedLayer
+    files: int
+    header_bytes: int
+    data_bytes: int
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A tensor to read: where it lies and the row of the destination that it fills."""
+
+    name: str
+    stored: StoredTensor
+    destination: Tensor
+
+
+@dataclass(frozen=True)
+class _Reader:
+    root: Path
+    manifest: Manifest
+    files: Mapping[int, list[tuple[str, int]]]
+    experts: tuple[int, ...]
+    tp_rank: int
+    verify: bool
+
+    def layer(self, number: int, device: torch.device) -> _Loaded:
+        """Read one layer: one allocation a projection, filled from every file that holds one of its experts."""
+        packing = self.manifest.packing
+        shapes = {p: packing.shape.packed(p, packing.layout.tp_size) for p in Projection}
+        data = {
+            p: torch.empty(len(self.experts), packed_bytes(*shapes[p]), dtype=torch.uint8, device=device)
+            for p in Projection
+        }
+        wanted = {
+            tensor_name(packing.prefix, number, expert, p, self.tp_rank, packing.layout.tp_size): data[p][row]
+            for row, expert in enumerate(self.experts)
+            for p in Projection
+        }
+        headers = 0
+        opened = 0
+        for name, ep_rank in self.files[number]:
+            header = self._header(name, number, ep_rank)
+            headers += len(header.raw)
+            opened += 1
+            found = [_Wanted(key, header.tensors[key], wanted.pop(key)) for key in header.tensors if key in wanted]
+            for item in found:
+                if item.stored.dtype != "U8" or item.stored.stop - item.stored.start != item.destination.numel():
+                    raise FormatError(
+                        f"{self.root / name}: {item.name} is {item.stored.dtype} {list(item.stored.shape)} where a "
+                        f"packed weight has {item.destination.numel()} bytes: the file was altered; convert again"
+                    )
+            _read(self.root / name, found, self.verify)
+        if wanted:
+            raise FormatError(
+                f"{self.root}: no file of layer {number} holds {min(wanted)} ({len(wanted)} tensors are missing): "
+                "files were removed or altered; convert again"
+            )
+        w13, w2 = (PackedWeight(data[p], *shapes[p], row_order=row_order(p), modes=packing.modes) for p in Projection)
+        layer = PackedLayer(w13, w2, self.experts, packing.shape.num_experts)
+        return _Loaded(layer, opened, headers, sum(tensor.numel() for tensor in data.values()))
+
+    def _header(self, name: str, layer: int, ep_rank: int) -> ShardHeader:
+        """The header of an experts file, held against the manifest and against what the file's name says."""
+        path, record = self.root / name, self.manifest.files[name]
+        header = read_shard_header(path)
+        if (header.size, header.checksum) != (record.size, record.checksum):
+            raise FormatError(
+                f"{path}: size {header.size} and header {header.checksum} are not those of the manifest, {record.size} "
+                f"and {record.checksum}: the file is not the one that was written; convert or fetch it again"
+            )
+        shard = None if header.shard is None else ShardMetadata.from_string(header.shard, str(path))
+        if shard is None or (shard.packing, shard.layer, shard.ep_rank, shard.tp_rank) != (
+            self.manifest.packing,
+            layer,
+            ep_rank,
+            self.tp_rank,
+        ):
+            raise FormatError(f"{path}: its metadata is not that of this directory, layer and rank: convert again")
+        return header
+
+
+def _read(path: Path, wanted: list[_Wanted], verify: bool) -> None:
+    """Read tensors of one file, those that follow each other by one call."""
+    stage = _Stage() if wanted and wanted[0].destination.is_cuda else None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for run in _runs(sorted(wanted, key=lambda item: item.stored.start)):
+                tensors = [item.destination for item in run]
+                host = tensors if stage is None else stage.take([tensor.numel() for tensor in tensors])
+                views = [_bytes(tensor) for tensor in host]
+                _fill(path, descriptor, run[0].stored.start, views)
+                if verify:
+                    _verify(path, run, views)
+                if stage is not None:
+                    stage.give(host, tensors)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}; check the disk and load again") from None
+    finally:
+        if stage is not None:
+            stage.wait()
+
+
+def _verify(path: Path, run: list[_Wanted], views: list[memoryview]) -> None:
+    for item, view in zip(run, views, strict=True):
+        if checksum(view) != item.stored.checksum:
+            raise FormatError(
+                f"{path}: the bytes of {item.name} do not match their checksum: the file is damaged; "
+                "convert or fetch it again"
+            )
+
+
+class _Stage:
+    """Two pinned buffers in turn: one is filled from the file while the other is copied to the device."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def take(self, sizes: list[int]) -> list[Tensor]:
+        """Host tensors of these sizes, side by side in the next buffer, once its last copy is done."""
+        self._turn ^= 1
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        if self._buffers[self._turn].numel() < sum(sizes):
+            self._buffers[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        return list(self._buffers[self._turn][: sum(sizes)].split_with_sizes(sizes))
+
+    def give(self, host: list[Tensor], tensors: list[Tensor]) -> None:
+        """Copy what was read to the device."""
+        for source, tensor in zip(host, tensors, strict=True):
+            tensor.copy_(source, non_blocking=True)
+        self._copied[self._turn] = torch.cuda.current_stream(tensors[0].device).record_event()
+
+    def wait(self) -> None:
+        """Until everything given has arrived."""
+        for copied in self._copied:
+            if copied is not None:
+                copied.synchronize()
+
+
+def _runs(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Groups of tensors that follow each other without a gap, each about ``_RUN_BYTES`` at most."""
+    run: list[_Wanted] = []
+    for item in wanted:
+        if run and (item.stored.start != run[-1].stored.stop or item.stored.stop - run[0].stored.start > _RUN_BYTES):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def _fill(path: Path, descriptor: int, start: int, views: list[memoryview]) -> None:
+    """Fill all views with the bytes from ``start`` on."""
+    views = list(views)
+    while views:
+        count = os.preadv(descriptor, views, start)
+        if count == 0:
+            raise FormatError(f"{path}: the file ended at byte {start}: something shortened it; fetch it again")
+        start += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
