@@ -116,7 +116,7 @@ class _Comparison:
                     (original.up, "up", up_words, up_scale),
                 ):
                     rows = source_rows(weight, first + row // 2, first + stop // 2, self._source, buffers, role)
-                    if not _same((words, scale), rows):
+                    if not _same((words, scale), rows.tensors()):
                         return _differs(weight, first + row // 2, first + stop // 2)
             return None
 
@@ -131,9 +131,8 @@ class _Comparison:
 
         def check(buffers: Buffers) -> str | None:
             for row, stop, packed in self._strips(file, stored, n, k, buffers):
-                words, scale = source_rows(original, row, stop, self._source, buffers, "down")
-                columns = words[:, rank * k // 8 : (rank + 1) * k // 8], scale[:, rank * k // 32 : (rank + 1) * k // 32]
-                if not _same(unpack(packed, stop - row, k), columns):
+                rows = source_rows(original, row, stop, self._source, buffers, "down")
+                if not _same(unpack(packed, stop - row, k), rows.columns(rank * k, (rank + 1) * k).tensors()):
                     return _differs(original, row, stop)
             return None
 

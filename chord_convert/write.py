@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -21,8 +22,8 @@ from chord_runtime.errors import OutputError
 from chord_runtime.format.shard import ALIGNMENT, ShardLayout
 
 TEMPORARY = ".tmp"
-STAGE_BYTES = 8 << 20
-"""What a worker gathers for one write, shared among the files it writes at a time."""
+STAGE_BYTES = 16 << 20
+"""A worker's buffers for writing, shared among the files it writes at a time."""
 
 _REASONS = {
     errno.ENOSPC: "no space is left on the device",
@@ -43,15 +44,49 @@ def output_error(path: Path, error: OSError) -> OutputError:
     return OutputError(f"{path}: cannot be written: {reason}{free}. Finished files are kept: mend that and run again.")
 
 
+class Stage:
+    """Two page-aligned buffers: while one is filled, a thread writes the other."""
+
+    def __init__(self, size: int, least: int, thread: ThreadPoolExecutor) -> None:
+        """Buffers of some ``size`` bytes that take chunks of at least ``least``."""
+        size = (max(size // 2, least + ALIGNMENT) // ALIGNMENT + 1) * ALIGNMENT
+        whole = memoryview(mmap.mmap(-1, 2 * size))
+        self.front, self._back = whole[:size], whole[size:]
+        self._thread = thread
+        self._pending: Future[None] | None = None
+
+    def takes(self, least: int) -> bool:
+        """Whether a chunk of ``least`` bytes fits behind what a flush leaves."""
+        return len(self.front) >= least + ALIGNMENT
+
+    def write(self, descriptor: int, used: int, offset: int) -> int:
+        """Write the whole pages among the first ``used`` bytes of the front; returns how many bytes that is.
+
+        The rest stands at the beginning of the new front. Raises the OSError of the write before.
+        """
+        self.wait()
+        whole = used // ALIGNMENT * ALIGNMENT
+        self._back[: used - whole] = self.front[whole:used]
+        self._pending = self._thread.submit(_write_all, descriptor, self.front[:whole], offset)
+        self.front, self._back = self._back, self.front
+        return whole
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises the OSError of the last write."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
 class ShardWriter:
-    """Writes one safetensors file whose layout is known, tensor after tensor, through a stage buffer.
+    """Writes one safetensors file whose layout is known, tensor after tensor, through a stage.
 
     ``take(n)`` lends n bytes of the stage to be filled, ``put(n)`` says that they are: chunks may be of any size but do
     not cross the end of a tensor. ``commit()`` makes the file durable under its final name; without it, leaving the
     context removes what was written. Raises OutputError where the file system does.
     """
 
-    def __init__(self, path: Path, layout: ShardLayout, stage: memoryview) -> None:
+    def __init__(self, path: Path, layout: ShardLayout, stage: Stage) -> None:
         self._path, self._layout, self._stage = path, layout, stage
         self._temporary = path.with_name(path.name + TEMPORARY)
         self._used = 0
@@ -65,13 +100,18 @@ class ShardWriter:
 
     def take(self, count: int) -> memoryview:
         """``count`` writable bytes, valid until the next call of any method."""
-        if self._used + count > len(self._stage):
-            self._flush()
-        return self._stage[self._used : self._used + count]
+        if self._used + count > len(self._stage.front):
+            try:
+                written = self._stage.write(self._file, self._used, self._offset)
+            except OSError as error:
+                raise output_error(self._path, error) from None
+            self._offset += written
+            self._used -= written
+        return self._stage.front[self._used : self._used + count]
 
     def put(self, count: int) -> None:
         """The next ``count`` bytes of the current tensor stand in the stage."""
-        self._hash.update(self._stage[self._used : self._used + count])
+        self._hash.update(self._stage.front[self._used : self._used + count])
         self._used += count
         self._missing -= count
         if self._missing < 0:
@@ -82,11 +122,12 @@ class ShardWriter:
         """Write what is left and the header, make everything durable, and give the file its name."""
         if len(self._checksums) != len(self._layout.tensors):
             raise ValueError(f"{self._path.name}: tensors are missing")
-        self._flush()
         header = self._layout.header(self._checksums)
         try:
+            written = self._stage.write(self._file, self._used, self._offset)
+            self._stage.wait()
             _set_direct(self._file, False)
-            _write_all(self._file, self._stage[: self._used], self._offset)
+            _write_all(self._file, self._stage.front[: self._used - written], self._offset + written)
             _write_all(self._file, memoryview(header), 0)
             os.fsync(self._file)
             self._temporary.rename(self._path)
@@ -98,6 +139,8 @@ class ShardWriter:
     def close(self) -> None:
         """Close the file, and remove it unless it was committed."""
         if self._file >= 0:
+            with contextlib.suppress(OSError):
+                self._stage.wait()
             if not self._committed:
                 self._temporary.unlink(missing_ok=True)
             os.close(self._file)
@@ -119,27 +162,6 @@ class ShardWriter:
             self._hash.reset()
             if len(self._checksums) < len(sizes):
                 self._missing = sizes[len(self._checksums)].nbytes
-
-    def _flush(self) -> None:
-        """Write the whole pages of the stage; the rest moves to its front."""
-        whole = self._used // ALIGNMENT * ALIGNMENT
-        try:
-            _write_all(self._file, self._stage[:whole], self._offset)
-        except OSError as error:
-            raise output_error(self._path, error) from None
-        self._stage[: self._used - whole] = bytes(self._stage[whole : self._used])
-        self._offset += whole
-        self._used -= whole
-
-
-def make_stages(count: int, least: int) -> list[memoryview]:
-    """Stage buffers for ``count`` files written at a time, page-aligned as direct I/O needs them.
-
-    Each takes chunks of at least ``least`` bytes.
-    """
-    size = max(STAGE_BYTES // count, least + 2 * ALIGNMENT) // ALIGNMENT * ALIGNMENT
-    whole = memoryview(mmap.mmap(-1, size * count))
-    return [whole[i * size : (i + 1) * size] for i in range(count)]
 
 
 def write_small(path: Path, data: bytes) -> None:

@@ -1,6 +1,7 @@
-"""The packer in C++ (csrc/pack/pack.cpp): built with the package where a compiler is, found here, called on tensors.
+"""The packer in C++ (csrc/pack/pack.cpp): built with the package where a compiler is, found here, called on addresses.
 
-:mod:`chord_runtime.format.packing` is what to call; it uses this where it can and says once where it cannot.
+:mod:`chord_runtime.format.packing` is what to call with tensors; it uses this where it can and says once where it
+cannot. The converter calls this itself, so that it starts without importing torch.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
+from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-
-from torch import Tensor
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -42,13 +42,20 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether all are on the CPU, with the elements of a row side by side, and the packer is there."""
-    return all(t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors) and library() is not None
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A source weight in memory: addresses of its int32 words and BF16 scales, [rows, k], and bytes from row to row."""
+
+    words: int
+    scale: int
+    rows: int
+    k: int
+    words_stride: int
+    scale_stride: int
 
 
-def pack(out: Tensor, words: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None = None) -> tuple[bool, int]:
-    """Pack a weight, or gate and ``up``, into ``out``; shapes are checked by the caller, strides of the two are equal.
+def pack(out: int, weight: Rows, up: Rows | None = None) -> tuple[bool, int]:
+    """Pack a weight, or gate and ``up``, to address ``out``; the caller has checked shapes, the two are laid out alike.
 
     Returns whether a code is 0, and the index of the first scale out of range in [rows, K/32] of the first weight and
     then of the second, −1 if there is none.
@@ -56,18 +63,17 @@ def pack(out: Tensor, words: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | 
     native = library()
     assert native is not None
     zero = ctypes.c_int32()
-    bad = native.chord_pack(out.data_ptr(), *_weights(words, scale, up), ctypes.byref(zero))
+    bad = native.chord_pack(out, *_arguments(weight, up), ctypes.byref(zero))
     return bool(zero.value), int(bad)
 
 
-def unpack(packed: Tensor, words: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None = None) -> None:
+def unpack(packed: int, weight: Rows, up: Rows | None = None) -> None:
     """The inverse of ``pack``: write words and scales of the weight, or of gate and ``up``."""
     native = library()
     assert native is not None
-    native.chord_unpack(packed.data_ptr(), *_weights(words, scale, up))
+    native.chord_unpack(packed, *_arguments(weight, up))
 
 
-def _weights(words: Tensor, scale: Tensor, up: tuple[Tensor, Tensor] | None) -> tuple[int | None, ...]:
-    second = (None, None) if up is None else (up[0].data_ptr(), up[1].data_ptr())
-    rows, k = words.shape[0], words.shape[1] * 8
-    return words.data_ptr(), scale.data_ptr(), *second, rows, k, words.stride(0) * 4, scale.stride(0) * 2
+def _arguments(weight: Rows, up: Rows | None) -> tuple[int | None, ...]:
+    second = (None, None) if up is None else (up.words, up.scale)
+    return weight.words, weight.scale, *second, weight.rows, weight.k, weight.words_stride, weight.scale_stride

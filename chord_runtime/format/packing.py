@@ -105,8 +105,8 @@ def pack_into(out: Tensor, words: Tensor, scale: Tensor, up: tuple[Tensor, Tenso
             f"found {out.dtype} {list(out.shape)}"
         )
     sources = (words, scale) if up is None else (words, scale, *up)
-    if native.takes(out, *sources) and (up is None or _strides(words, scale) == _strides(*up)):
-        zero, bad = native.pack(out, words, scale, up)
+    if _takes_native(out, *sources) and (up is None or _strides(words, scale) == _strides(*up)):
+        zero, bad = native.pack(out.data_ptr(), _rows(words, scale), None if up is None else _rows(*up))
         if bad >= 0:
             for name, part in (("", scale),) if up is None else (("gate ", scale), ("up ", up[1])):
                 check_scales(part, name)
@@ -122,9 +122,9 @@ def pack_into(out: Tensor, words: Tensor, scale: Tensor, up: tuple[Tensor, Tenso
 def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """Exact inverse of ``pack``: uint8 [packed_bytes(n, k)] → (int32 [n, k/8], bfloat16 [n, k/32])."""
     _check_packed(packed, n, k)
-    if native.takes(packed):
+    if _takes_native(packed):
         words, scale = _empty_source(n, k)
-        native.unpack(packed, words, scale)
+        native.unpack(packed.data_ptr(), _rows(words, scale))
         return words, scale
     return _unpack(packed, n, k)
 
@@ -132,9 +132,9 @@ def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
 def unpack_gate_up(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exact inverse of ``pack_gate_up``; n = 2·I. Returns (gate words, gate scale, up words, up scale)."""
     _check_packed(packed, n, k)
-    if native.takes(packed):
+    if _takes_native(packed):
         gate, up = _empty_source(n // 2, k), _empty_source(n // 2, k)
-        native.unpack(packed, *gate, up)
+        native.unpack(packed.data_ptr(), _rows(*gate), _rows(*up))
         return *gate, *up
     words, scale = _unpack(packed, n, k)
     (gate_words, up_words), (gate_scale, up_scale) = deinterleave(words), deinterleave(scale)
@@ -185,6 +185,16 @@ def _check_packed(packed: Tensor, n: int, k: int) -> None:
 
 def _empty_source(n: int, k: int) -> tuple[Tensor, Tensor]:
     return torch.empty(n, k // 8, dtype=torch.int32), torch.empty(n, k // GROUP_SIZE, dtype=torch.bfloat16)
+
+
+def _takes_native(*tensors: Tensor) -> bool:
+    """Whether all are on the CPU, with the elements of a row side by side, and the native packer is there."""
+    return all(t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors) and native.library() is not None
+
+
+def _rows(words: Tensor, scale: Tensor) -> native.Rows:
+    rows, k = words.shape[0], words.shape[1] * 8
+    return native.Rows(words.data_ptr(), scale.data_ptr(), rows, k, words.stride(0) * 4, scale.stride(0) * 2)
 
 
 def _strides(words: Tensor, scale: Tensor) -> tuple[int, int]:
