@@ -78,7 +78,7 @@ def _table(results: Results, cases: list[Case]) -> str:
         dict.fromkeys(name for case in cases for name in results.points[case.key].timings if name not in (OURS, *peers))
     )
     header = [first.scenario.unit, f"{OURS} µs", "20–80 %", "TFLOP/s", "TB/s", "floor µs", "of floor"]
-    header += [f"{name} µs" for name in [*peers, *others]] + ["speed-up"]
+    header += [f"{name} µs" for name in [*peers, *others]] + ["speed-up", "host µs"]
     rows = []
     for case in cases:
         point, ours, floor = results.points[case.key], results.us(case), results.floor_us(case)
@@ -92,7 +92,7 @@ def _table(results: Results, cases: list[Case]) -> str:
         row += [_us(floor), f"{floor / ours:.0%}" if ours else ""]
         row += [_us(results.peers(case).get(name)) for name in peers] + [_us(results.us(case, name)) for name in others]
         speedup = results.speedup(case)
-        rows.append([*row, f"{speedup:.2f} ×" if speedup else ""])
+        rows.append([*row, _times(speedup), _us(timing.host_us) if timing else ""])
     title = f"### {first.scenario.title}: {first.stage.value}"
     shape = f"{first.scenario.experts} experts, N = {first.n}, K = {first.k}"
     return f"{title}\n\n{shape}\n\n{table(header, rows)}"

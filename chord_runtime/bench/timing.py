@@ -8,6 +8,7 @@ a 256 MB buffer zeroed before each call, CUDA events around the call, the median
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +18,7 @@ import torch
 FLUSH_BYTES = 256 << 20
 MIN_ROUNDS = 10
 MAX_ROUNDS = 1000
+HOST_BURSTS, HOST_BURST = 5, 20
 
 Call = Callable[[], object]
 
@@ -32,13 +34,15 @@ class Timing:
     high: float
     """80th percentile."""
     rounds: int
+    host_us: float
+    """Median time that the host spends on a call, the device not waited for."""
 
     @classmethod
-    def of(cls, times: list[float]) -> Timing:
+    def of(cls, times: list[float], host_us: float) -> Timing:
         """From single times in microseconds."""
         ordered = sorted(times)
-        last = len(ordered) - 1
-        return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+        return cls(statistics.median(ordered), low, high, len(ordered), host_us)
 
 
 class Timer(Protocol):
@@ -62,7 +66,8 @@ class CudaTimer:
         slowest_ms = max(statistics.median(times) for times in first.values()) / 1e3
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, round(budget_ms / slowest_ms)))
         self._rounds(calls, max(3, rounds // 6))
-        return {name: Timing.of(times) for name, times in self._rounds(calls, rounds).items()}
+        times = self._rounds(calls, rounds)
+        return {name: Timing.of(times[name], _host_us(call)) for name, call in calls.items()}
 
     def _rounds(self, calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
@@ -76,6 +81,19 @@ class CudaTimer:
                 events[name].append((start, end))
         torch.cuda.synchronize()
         return {name: [start.elapsed_time(end) * 1e3 for start, end in pairs] for name, pairs in events.items()}
+
+
+def _host_us(call: Call) -> float:
+    """Median over a few bursts, each short enough for the launch queue never to fill up."""
+    bursts = []
+    for _ in range(HOST_BURSTS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(HOST_BURST):
+            call()
+        bursts.append((time.perf_counter() - started) / HOST_BURST * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(bursts)
 
 
 def _event() -> torch.cuda.Event:

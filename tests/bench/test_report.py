@@ -27,7 +27,7 @@ def test_a_row_of_the_table() -> None:
     text = report(sample())
     row = cells(text, "8", "Masked decode, EP8: gate_up")
     # 48 experts of 4096 × 7168: 792.7 MB of weights, 45.1 GFLOP; floor 174.2 µs.
-    assert row == ["8", "207.0", "204.9–211.1", "109", "3.83", "174.2", "84%", "241.0", "249.0", "1.16 ×"]
+    assert row == ["8", "207.0", "204.9–211.1", "109", "3.83", "174.2", "84%", "241.0", "249.0", "1.16 ×", "9.5"]
     assert "48 experts, N = 4096, K = 7168" in text
     assert "bulk read 4.60 TB/s, cuBLAS bf16 700 TFLOP/s (4096³), 672 TFLOP/s (8192³)" in text
 
@@ -55,7 +55,9 @@ def test_recorded_humming_stands_in_on_an_h200_only() -> None:
 
 def test_failures_are_shown_and_leave_the_rest() -> None:
     points = dict(sample().points)
-    points["masked/gate_up/8"] = Measurement(48, None, {"humming": Timing(241, 240, 242, 9)}, {"chord": "wrong value"})
+    points["masked/gate_up/8"] = Measurement(
+        48, None, {"humming": Timing(241, 240, 242, 9, 40)}, {"chord": "wrong value"}
+    )
     text = report(replace(sample(), points=points))
     assert cells(text, "8", "Masked decode, EP8: gate_up")[1:3] == ["", "failed"]
     assert "- masked/gate_up/8: chord: wrong value" in text
@@ -95,7 +97,7 @@ def test_table_is_aligned_markdown() -> None:
 
 
 def test_timing_of_single_times() -> None:
-    assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 100.0]) == Timing(3.5, 2.0, 5.0, 6)
+    assert Timing.of([5.0, 1.0, 2.0, 4.0, 3.0, 100.0], 7.0) == Timing(3.5, 2.0, 5.0, 6, 7.0)
     assert geometric_mean([]) is None
     assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
@@ -108,4 +110,5 @@ def test_saved_json_is_plain(tmp_path: Path) -> None:
         "low": 207 * 0.99,
         "high": 207 * 1.02,
         "rounds": 100,
+        "host_us": 9.5,
     }

@@ -39,7 +39,7 @@ class WallTimer:
                 call()
                 times[name].append((time.perf_counter() - started) * 1e6)
                 self.turns.append(name)
-        return {name: Timing.of(found) for name, found in times.items()}
+        return {name: Timing.of(found, 1.0) for name, found in times.items()}
 
 
 class Copycat:
