@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from chord_runtime.bench.cases import MAX_M, Case
-from chord_runtime.bench.problem import Problem, Routing, align_blocks
+from chord_runtime.bench.problem import Problem, Routing
 from chord_runtime.format.layout import Mode
+from chord_runtime.routing import indexed
 
 
 class Contender(Protocol):
@@ -109,12 +110,12 @@ def humming_routing(case: Case, routing: Routing, tuning: list[Any]) -> dict[str
         return {"expert_layout": torch.nn.functional.pad(routing.counts.long().cumsum(0), (1, 0))}
     [block] = [config["block_shape"][0] for low, high, config in tuning if low < case.routed <= high]
     assert routing.topk_ids is not None
-    sorted_ids, expert_ids, used = align_blocks(routing.topk_ids, case.scenario.experts, block)
-    entries = int(used)  # Humming's own harness passes buffers of the exact size
+    blocks = indexed(routing.topk_ids, case.scenario.experts, block)
+    entries = int(blocks.num_tokens_padded)  # Humming's own harness passes buffers of the exact size
     return {
-        "sorted_ids": sorted_ids[:entries].contiguous(),
-        "expert_ids": expert_ids[: entries // block].contiguous(),
-        "num_tokens_padded": used.view(()),
+        "sorted_ids": blocks.sorted_ids[:entries].contiguous(),
+        "expert_ids": blocks.expert_ids[: entries // block].contiguous(),
+        "num_tokens_padded": blocks.num_tokens_padded.view(()),
     }
 
 

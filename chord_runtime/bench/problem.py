@@ -18,6 +18,7 @@ from chord_runtime.format.layout import Mode, RowOrder
 from chord_runtime.format.packing import dequantize, pack
 from chord_runtime.ops import api, reference
 from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.routing import indexed
 
 ALIGN_BLOCK = 16
 """Block size asked of the aligner in indexed mode: small blocks pad little, and the kernels merge them."""
@@ -120,29 +121,6 @@ def make_problem(case: Case, weights: Weights, device: str) -> Problem:
     return make[case.scenario.mode](case, weights, draw_routing(case, device), device)
 
 
-def align_blocks(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What vLLM's ``moe_align_block_size`` gives: (sorted ids, expert of each block, entries used), over-allocated.
-
-    Args:
-        ids: int32 [tokens, top_k], the expert of each routed row.
-        experts: how many there are.
-        block: rows of one block.
-    """
-    flat = ids.reshape(-1).long()
-    counts = flat.bincount(minlength=experts)
-    blocks = (counts + block - 1) // block
-    starts = (blocks.cumsum(0) - blocks) * block
-    order = flat.argsort(stable=True)
-    rank = torch.arange(flat.numel(), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
-    capacity = -(-(flat.numel() + experts * (block - 1)) // block) * block
-    sorted_ids = torch.full((capacity,), flat.numel(), dtype=torch.int32, device=ids.device)
-    sorted_ids[starts[flat[order]] + rank] = order.int()
-    expert_ids = torch.full((capacity // block,), -1, dtype=torch.int32, device=ids.device)
-    used = torch.arange(experts, dtype=torch.int32, device=ids.device).repeat_interleave(blocks)
-    expert_ids[: used.numel()] = used
-    return sorted_ids, expert_ids, torch.tensor([used.numel() * block], dtype=torch.int32, device=ids.device)
-
-
 def _masked(case: Case, weights: Weights, routing: Routing, device: str) -> Problem:
     w = weights.packed
     a = _rows((w.num_experts, MAX_M, w.k), device)
@@ -171,7 +149,8 @@ def _contiguous(case: Case, weights: Weights, routing: Routing, device: str) -> 
 def _indexed(case: Case, weights: Weights, routing: Routing, device: str) -> Problem:
     w = weights.packed
     assert routing.topk_ids is not None
-    buffers = align_blocks(routing.topk_ids, w.num_experts, ALIGN_BLOCK)
+    blocks = indexed(routing.topk_ids, w.num_experts, ALIGN_BLOCK)
+    buffers = (blocks.sorted_ids, blocks.expert_ids, blocks.num_tokens_padded)
     x = _rows((case.routed // case.fan_out, w.k), device)
     out = x.new_empty((case.routed, w.n))
     return Problem(

@@ -11,7 +11,7 @@ import torch
 from chord_runtime.bench import problem as problem_module
 from chord_runtime.bench.cases import Case, Scenario, Stage
 from chord_runtime.bench.contenders import TorchGrouped, humming_routing
-from chord_runtime.bench.problem import align_blocks, draw_routing, make_problem, make_weights
+from chord_runtime.bench.problem import draw_routing, make_problem, make_weights
 from chord_runtime.bench.results import OURS, Measurement
 from chord_runtime.bench.run import measure
 from chord_runtime.bench.timing import Timing
@@ -119,27 +119,6 @@ def test_wrong_kernels_are_not_timed(
     assert point.timings == {}
     assert message in point.failures[OURS]
     assert point.error is None
-
-
-@pytest.mark.parametrize("block", [8, 16, 64])
-def test_aligned_blocks_are_those_of_the_aligner(block: int) -> None:
-    torch.manual_seed(block)
-    experts = 12
-    ids = torch.rand(33, experts).topk(8, 1).indices.int() // 2 * 2  # odd experts stay empty, some tokens repeat one
-    sorted_ids, expert_ids, used = align_blocks(ids, experts, block)
-    assert sorted_ids.numel() >= ids.numel() + experts * (block - 1), "over-allocated as vLLM does"
-    assert sorted_ids.numel() == expert_ids.numel() * block
-    placed = []
-    for index in range(int(used) // block):
-        rows = sorted_ids[index * block : (index + 1) * block]
-        real = rows[rows < ids.numel()].long()
-        placed += real.tolist()
-        assert (ids.view(-1)[real] == expert_ids[index]).all()
-        assert torch.equal(real, real.sort().values)
-    assert sorted(placed) == list(range(ids.numel()))
-    assert (sorted_ids[int(used) :] == ids.numel()).all()
-    assert (expert_ids[int(used) // block :] == -1).all()
-    assert int(used) == sum(-(-int(c) // block) * block for c in ids.view(-1).bincount(minlength=experts))
 
 
 def test_routing_draw_is_reproducible() -> None:
