@@ -115,7 +115,7 @@ class _Comparison:
                     (original.gate, "gate", gate_words, gate_scale),
                     (original.up, "up", up_words, up_scale),
                 ):
-                    rows = source_rows(weight, first + row // 2, first + stop // 2, self._source, buffers, role)
+                    rows = source_rows(weight, first + row // 2, first + stop // 2, self._source.read, buffers, role)
                     if not _same((words, scale), rows.tensors()):
                         return _differs(weight, first + row // 2, first + stop // 2)
             return None
@@ -131,7 +131,7 @@ class _Comparison:
 
         def check(buffers: Buffers) -> str | None:
             for row, stop, packed in self._strips(file, stored, n, k, buffers):
-                rows = source_rows(original, row, stop, self._source, buffers, "down")
+                rows = source_rows(original, row, stop, self._source.read, buffers, "down")
                 if not _same(unpack(packed, stop - row, k), rows.columns(rank * k, (rank + 1) * k).tensors()):
                     return _differs(original, row, stop)
             return None

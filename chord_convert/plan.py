@@ -62,6 +62,11 @@ class SourceExpert:
     up: SourceWeight
     down: SourceWeight
 
+    def tensors(self) -> Iterator[TensorInfo]:
+        """The six tensors."""
+        for weight in (self.gate, self.up, self.down):
+            yield from (weight.words, weight.scale)
+
 
 @dataclass(frozen=True)
 class OutputFile:
@@ -246,5 +251,4 @@ def _tensors(task: Task) -> Iterator[TensorInfo]:
         yield from task.tensors
         return
     for expert in task.experts:
-        for weight in (expert.gate, expert.up, expert.down):
-            yield from (weight.words, weight.scale)
+        yield from expert.tensors()

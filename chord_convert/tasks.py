@@ -15,12 +15,19 @@ from chord_convert.host import HostRows, pack_rows
 from chord_convert.plan import SharedTask, SourceExpert, SourceWeight, Task
 from chord_convert.source.base import Source
 from chord_convert.source.headers import TensorInfo
+from chord_convert.spans import SpanReader
 from chord_convert.write import STAGE_BYTES, ShardWriter, Stage
 from chord_runtime.errors import ScaleError
 from chord_runtime.format.block import STRIP_ROWS, packed_bytes
 
 _CHUNK_BYTES = 1 << 20
 """Packed bytes made at a time, but at least one strip."""
+
+_REMOTE_COPY_BYTES = 4 << 20
+"""The same for tensors that are copied from a remote source."""
+
+Read = Callable[[str, int, int, memoryview], memoryview]
+"""``Source.read`` into a buffer."""
 
 Tick = Callable[[int], None]
 """Called with the number of bytes written since the last call; may raise to stop the task."""
@@ -65,8 +72,7 @@ def run_task(task: Task, source: Source, directory: Path, buffers: Buffers, tick
                 work.copy(tensor)
         else:
             for expert in task.experts:
-                work.pack_gate_up(expert)
-                work.pack_down(expert.down)
+                work.pack(expert)
         for writer in writers:
             writer.commit()
     return work.has_zero
@@ -75,18 +81,28 @@ def run_task(task: Task, source: Source, directory: Path, buffers: Buffers, tick
 class _Work:
     def __init__(self, source: Source, writers: list[ShardWriter], buffers: Buffers, tick: Tick) -> None:
         self._source, self._writers, self._buffers, self._tick = source, writers, buffers, tick
+        self._spans = SpanReader(source, buffers) if source.remote else None
+        self._read: Read = source.read if self._spans is None else self._spans.read
         self.has_zero = False
 
     def copy(self, tensor: TensorInfo) -> None:
         """A tensor, bit for bit."""
         (writer,) = self._writers
-        for start in range(tensor.start, tensor.stop, _CHUNK_BYTES):
-            stop = min(start + _CHUNK_BYTES, tensor.stop)
+        chunk = _REMOTE_COPY_BYTES if self._source.remote else _CHUNK_BYTES
+        for start in range(tensor.start, tensor.stop, chunk):
+            stop = min(start + chunk, tensor.stop)
             self._source.read(tensor.file, start, stop, writer.take(stop - start))
             writer.put(stop - start)
             self._tick(stop - start)
 
-    def pack_gate_up(self, expert: SourceExpert) -> None:
+    def pack(self, expert: SourceExpert) -> None:
+        """w13, then w2."""
+        if self._spans is not None:
+            self._spans.load(expert.tensors())
+        self._pack_gate_up(expert)
+        self._pack_down(expert.down)
+
+    def _pack_gate_up(self, expert: SourceExpert) -> None:
         """w13 of an expert: each tp rank has the same channels of gate and up."""
         rows, words = expert.gate.words.shape
         k, local = words * 8, rows // len(self._writers)
@@ -94,25 +110,25 @@ class _Work:
         for rank, writer in enumerate(self._writers):
             for row in range(rank * local, (rank + 1) * local, step):
                 stop = min(row + step, (rank + 1) * local)
-                gate = source_rows(expert.gate, row, stop, self._source, self._buffers, "gate")
-                up = source_rows(expert.up, row, stop, self._source, self._buffers, "up")
+                gate = source_rows(expert.gate, row, stop, self._read, self._buffers, "gate")
+                up = source_rows(expert.up, row, stop, self._read, self._buffers, "up")
                 with _located((expert.gate, expert.up), row, stop):
-                    self._pack(writer, packed_bytes(2 * (stop - row), k), gate, up)
+                    self._put(writer, packed_bytes(2 * (stop - row), k), gate, up)
 
-    def pack_down(self, weight: SourceWeight) -> None:
+    def _pack_down(self, weight: SourceWeight) -> None:
         """w2 of an expert: each tp rank has some columns of every row."""
         rows, words = weight.words.shape
         local = words * 8 // len(self._writers)
         step = rows_at_a_time(words * 8)
         for row in range(0, rows, step):
             stop = min(row + step, rows)
-            whole = source_rows(weight, row, stop, self._source, self._buffers, "down")
+            whole = source_rows(weight, row, stop, self._read, self._buffers, "down")
             for rank, writer in enumerate(self._writers):
                 with _located((weight,), row, stop):
                     part = whole.columns(rank * local, (rank + 1) * local)
-                    self._pack(writer, packed_bytes(stop - row, local), part)
+                    self._put(writer, packed_bytes(stop - row, local), part)
 
-    def _pack(self, writer: ShardWriter, size: int, weight: HostRows, up: HostRows | None = None) -> None:
+    def _put(self, writer: ShardWriter, size: int, weight: HostRows, up: HostRows | None = None) -> None:
         self.has_zero |= pack_rows(writer.take(size), weight, up)
         writer.put(size)
         self._tick(size)
@@ -120,7 +136,7 @@ class _Work:
 
 def _largest_chunk(task: Task) -> int:
     if isinstance(task, SharedTask):
-        return _CHUNK_BYTES
+        return _REMOTE_COPY_BYTES
     return max(_CHUNK_BYTES, packed_bytes(STRIP_ROWS, task.experts[0].gate.words.shape[1] * 8))
 
 
@@ -129,15 +145,15 @@ def rows_at_a_time(k: int) -> int:
     return max(1, _CHUNK_BYTES // packed_bytes(STRIP_ROWS, k)) * STRIP_ROWS
 
 
-def source_rows(weight: SourceWeight, row: int, stop: int, source: Source, buffers: Buffers, role: str) -> HostRows:
+def source_rows(weight: SourceWeight, row: int, stop: int, read: Read, buffers: Buffers, role: str) -> HostRows:
     """Rows ``row:stop`` of a source weight, in the worker's buffers for ``role``."""
 
-    def read(tensor: TensorInfo, kind: str) -> memoryview:
+    def rows(tensor: TensorInfo, kind: str) -> memoryview:
         width = tensor.nbytes // tensor.shape[0]
         view = buffers.reading(f"{role}.{kind}", (stop - row) * width)
-        return source.read(tensor.file, tensor.start + row * width, tensor.start + stop * width, view)
+        return read(tensor.file, tensor.start + row * width, tensor.start + stop * width, view)
 
-    return HostRows.whole(read(weight.words, "words"), read(weight.scale, "scale"), stop - row)
+    return HostRows.whole(rows(weight.words, "words"), rows(weight.scale, "scale"), stop - row)
 
 
 @contextmanager

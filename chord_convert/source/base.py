@@ -49,6 +49,8 @@ class Source(ABC):
     """A checkpoint that can be read. Safe to use from several threads at once."""
 
     identity: Identity
+    remote: bool = False
+    """Whether each read may be a request over the network: then few large ones are better than many small ones."""
 
     @abstractmethod
     def files(self) -> Mapping[str, FileInfo]:

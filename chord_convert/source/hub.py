@@ -53,6 +53,8 @@ class HubSource(Source):
         SourceError: the repository or revision does not exist, is gated or private, or the Hub cannot be reached.
     """
 
+    remote = True
+
     def __init__(self, repo: str, revision: str | None = None, token: str | None = None, retry: Retry | None = None):
         self._repo, self._token, self._retry = repo, token, retry or Retry()
         self._closed = threading.Event()
