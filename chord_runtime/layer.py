@@ -55,6 +55,7 @@ def moe_layer(
     mode: Mode | str | None = None,
     max_m: int | None = None,
     block_size: int = 16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Σ over a token's experts of weight · down(silu(gate(x)) · up(x)): what the routed experts add to the residual.
 
@@ -69,6 +70,7 @@ def moe_layer(
         mode: by default the first of indexed, contiguous and masked that the layer was packed for.
         max_m: rows for each expert in masked mode; by default T.
         block_size: rows of a block in indexed mode.
+        out: like ``x``, written in place and returned; a new tensor by default.
 
     Returns:
         bfloat16 [T, hidden].
@@ -84,41 +86,42 @@ def moe_layer(
             f"topk_weights must be float32 {list(topk_ids.shape)} like topk_ids; "
             f"found {topk_weights.dtype} {list(topk_weights.shape)}"
         )
+    out = torch.empty_like(x) if out is None else out
     if not topk_ids.numel():
-        return x.new_zeros(x.shape)
+        return out.zero_()
     run = _MODES[_mode(mode, layer.w13)]
-    return run(x, layer, topk_ids, topk_weights, max_m, block_size)
+    return _combine(*run(x, layer, topk_ids, topk_weights, max_m, block_size), out)
 
 
 def _contiguous(
     x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     route = routing.contiguous(topk_ids, layer.w13.num_experts, layer.expert_map)
     routed = route.routed.clamp(min=0)
     hidden = api.contiguous(x[routed // topk_ids.shape[1]], layer.w13, route.m_indices, activation="swiglu")
     weight = topk_weights.reshape(-1)[routed]
-    return _combine(api.contiguous(hidden, layer.w2, route.m_indices, row_weight=weight), route.rows)
+    return api.contiguous(hidden, layer.w2, route.m_indices, row_weight=weight), route.rows
 
 
 def _masked(
     x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     route = routing.masked(topk_ids, layer.w13.num_experts, max_m, layer.expert_map)
     routed = route.routed.clamp(min=0)
     rows = x[routed // topk_ids.shape[1]]
     hidden = api.masked(rows, layer.w13, route.masked_m, route.expected_m, activation="swiglu")
     weight = topk_weights.reshape(-1)[routed]
-    return _combine(api.masked(hidden, layer.w2, route.masked_m, route.expected_m, row_weight=weight), route.rows)
+    return api.masked(hidden, layer.w2, route.masked_m, route.expected_m, row_weight=weight), route.rows
 
 
 def _indexed(
     x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     route = routing.indexed(topk_ids, layer.w13.num_experts, block_size, layer.expert_map)
     buffers = route.sorted_ids, route.expert_ids, route.num_tokens_padded
     hidden = api.indexed(x, layer.w13, *buffers, topk_ids.shape[1], block_size, activation="swiglu")
     weights = topk_weights.contiguous()
-    return _combine(api.indexed(hidden, layer.w2, *buffers, 1, block_size, topk_weights=weights), route.rows)
+    return api.indexed(hidden, layer.w2, *buffers, 1, block_size, topk_weights=weights), route.rows
 
 
 _MODES = {Mode.INDEXED: _indexed, Mode.CONTIGUOUS: _contiguous, Mode.MASKED: _masked}
@@ -133,10 +136,10 @@ def _mode(mode: Mode | str | None, weight: PackedWeight) -> Mode:
         raise UsageError(f"mode {mode!r}: supported are {', '.join(m.value for m in Mode)}") from None
 
 
-def _combine(results: Tensor, rows: Tensor) -> Tensor:
+def _combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     """Sum of each token's rows, [T, top_k] of ``results``, −1 for none: FP32, in the order of the choices."""
     total = torch.zeros(rows.shape[0], results.shape[1], dtype=torch.float32, device=results.device)
     for row in rows.unbind(1):
         # Rows that no expert wrote may hold anything, so they are replaced rather than multiplied by zero.
         total += torch.where((row >= 0).unsqueeze(1), results[row.clamp(min=0)], 0)
-    return total.to(results.dtype)
+    return out.copy_(total)
