@@ -60,7 +60,8 @@ def compute(checkpoint: Checkpoint, packed: Path) -> int:
     topk_ids, topk_weights = checkpoint.route(x)
     experts = [checkpoint.expert(expert) for expert in range(kimi_checkpoint.EXPERTS)]
     rows, hidden, down = by_hand(x, experts, topk_ids)
-    wanted = (down.view(*topk_ids.shape, -1) * topk_weights.unsqueeze(-1)).sum(1)
+    weighted = (down.view(*topk_ids.shape, -1) * topk_weights.unsqueeze(-1)).bfloat16()  # rounded like down's rows
+    wanted = weighted.float().sum(1)
 
     print(f"\n{TOKENS} tokens × top-{kimi_checkpoint.TOP_K}, beside dense arithmetic on compressed-tensors' weights:\n")
     table = Table()
@@ -76,12 +77,12 @@ def compute(checkpoint: Checkpoint, packed: Path) -> int:
         ]
         table.row(f"{mode:<12}gate, up, SwiGLU", found[0], hidden)
         table.row(f"{mode:<12}down", found[1], down)
-        table.row(f"{mode:<12}whole MoE layer", found[2], wanted, roundings=2)
+        table.row(f"{mode:<12}whole MoE layer", found[2], wanted)
         results.append(found)
     parts = [
         chord.moe_layer(x, chord.load(packed, r, layers=[LAYER])[LAYER], topk_ids, topk_weights) for r in range(EP)
     ]
-    table.row(f"sum over {EP} ranks of the layer", torch.stack(parts).float().sum(0).bfloat16(), wanted, roundings=2)
+    table.row(f"sum of {EP} ranks, each rounded", torch.stack(parts).float().sum(0).bfloat16(), wanted, roundings=2)
 
     same = all(torch.equal(a, b) for found in results for a, b in zip(found, results[0], strict=True))
     print(f"\nThe three modes agree bit for bit: {'yes' if same else 'NO'}.")
