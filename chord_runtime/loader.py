@@ -162,7 +162,7 @@ class _Loaded:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """A tensor to read: where it lies and the row of the destination that it fills."""
 
     name: str
@@ -198,14 +198,14 @@ class _Reader:
             header = self._header(name, number, ep_rank)
             headers += len(header.raw)
             opened += 1
-            found = [_Wanted(key, header.tensors[key], wanted.pop(key)) for key in header.tensors if key in wanted]
+            found = [Wanted(key, header.tensors[key], wanted.pop(key)) for key in header.tensors if key in wanted]
             for item in found:
                 if item.stored.dtype != "U8" or item.stored.stop - item.stored.start != item.destination.numel():
                     raise FormatError(
                         f"{self.root / name}: {item.name} is {item.stored.dtype} {list(item.stored.shape)} where a "
                         f"packed weight has {item.destination.numel()} bytes: the file was altered; convert again"
                     )
-            _read(self.root / name, found, self.verify)
+            read_tensors(self.root / name, found, self.verify)
         if wanted:
             raise FormatError(
                 f"{self.root}: no file of layer {number} holds {min(wanted)} ({len(wanted)} tensors are missing): "
@@ -235,7 +235,7 @@ class _Reader:
         return header
 
 
-def _read(path: Path, wanted: list[_Wanted], verify: bool) -> None:
+def read_tensors(path: Path, wanted: list[Wanted], verify: bool) -> None:
     """Read tensors of one file, those that follow each other by one call."""
     stage = _Stage() if wanted and wanted[0].destination.is_cuda else None
     try:
@@ -259,7 +259,7 @@ def _read(path: Path, wanted: list[_Wanted], verify: bool) -> None:
             stage.wait()
 
 
-def _verify(path: Path, run: list[_Wanted], views: list[memoryview]) -> None:
+def _verify(path: Path, run: list[Wanted], views: list[memoryview]) -> None:
     for item, view in zip(run, views, strict=True):
         if checksum(view) != item.stored.checksum:
             raise FormatError(
@@ -299,9 +299,9 @@ class _Stage:
                 copied.synchronize()
 
 
-def _runs(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
+def _runs(wanted: list[Wanted]) -> Iterator[list[Wanted]]:
     """Groups of tensors that follow each other without a gap, each about ``_RUN_BYTES`` at most."""
-    run: list[_Wanted] = []
+    run: list[Wanted] = []
     for item in wanted:
         if run and (item.stored.start != run[-1].stored.stop or item.stored.stop - run[0].stored.start > _RUN_BYTES):
             yield run

@@ -91,6 +91,11 @@ class OptInCompressedTensorsConfig(CompressedTensorsConfig):
 class OptInHummingConfig(HummingConfig):
     """With CHORD_VLLM=1, ``--quantization humming``: INT4 experts go to Chord, all else to Humming."""
 
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Humming's, and on the CPU what Chord's reference takes."""
+        return [*super().get_supported_act_dtypes(), *activation_dtypes()]
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Chord's method for experts that it can take under this deployment, else Humming's."""
         if isinstance(layer, RoutedExperts) and self.full_config.get("quant_method") == "compressed-tensors":
@@ -113,6 +118,8 @@ def _takes(config: CompressedTensorsConfig, layer: RoutedExperts, prefix: str) -
     backend = layer.moe_config.moe_backend
     reason: Any = f"moe_backend={backend} was asked for" if backend not in ("auto", "humming") else None
     reason = reason or experts_scheme(config, layer, prefix) or refusal(layer)
-    if reason is not None:
+    if reason is None:
+        logger.info_once("Chord takes the INT4 experts of this checkpoint and packs them while loading")
+    else:
         logger.info_once("Chord leaves the experts to vLLM's choice: %s", reason)
     return reason is None

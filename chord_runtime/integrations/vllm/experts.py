@@ -15,10 +15,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.platforms import current_platform
 
 from chord_runtime.format.layout import Mode
-from chord_runtime.integrations.vllm.align import aligned, combine
-from chord_runtime.ops.api import contiguous, indexed, masked
-from chord_runtime.ops.validate import RUN_ROWS
-from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.layer import PackedLayer, moe_layer
+from chord_runtime.ops.api import masked
 
 CONTIGUOUS_ROWS = 64
 """Rows of an expert, on average, from which sorting them into runs of 128 pays; below, padding costs more."""
@@ -34,20 +32,11 @@ def standard_mode(num_tokens: int, top_k: int, num_experts: int, modes: tuple[Mo
     return wanted if wanted in modes else next(mode for mode in (Mode.INDEXED, Mode.CONTIGUOUS) if mode in modes)
 
 
-def indexed_block(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Block size asked of the aligner: small, for the kernel merges blocks of one expert."""
-    return 8 if num_tokens * top_k < 8 * num_experts else 16
-
-
 class ChordExperts(mk.FusedMoEExpertsModular):
     """What both formats share."""
 
-    w13: PackedWeight
-    w2: PackedWeight
-
-    def attach(self, w13: PackedWeight, w2: PackedWeight) -> None:
-        """Give the experts their weights; those that vLLM passes to ``apply`` are the same memory."""
-        self.w13, self.w2 = w13, w2
+    layer: PackedLayer
+    """This rank's weights, set once they are loaded; those that vLLM passes to ``apply`` are the same memory."""
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -76,7 +65,7 @@ class ChordExperts(mk.FusedMoEExpertsModular):
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
         """(experts, rows, N of gate_up, hidden, top_k); packed bytes do not show N and K in their shape."""
         rows = a1.size(0) if a1.dim() == 2 else a1.size(1)
-        return self.w13.num_experts, rows, self.w13.n, a1.size(-1), topk_ids.size(1)
+        return self.layer.w13.num_experts, rows, self.layer.w13.n, a1.size(-1), topk_ids.size(1)
 
 
 class StandardExperts(ChordExperts):
@@ -102,15 +91,8 @@ class StandardExperts(ChordExperts):
         expert_tokens_meta: Any,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The SwiGLU's rows, the rows into gate_up and out of down, the output.
-
-        vLLM may let the output share memory with the first, so what the combine reads is in the second.
-        """
-        if standard_mode(M, topk, global_num_experts, self.w13.modes) is Mode.CONTIGUOUS:
-            rows = _contiguous_rows(M * topk, local_num_experts)
-        else:
-            rows = M * topk
-        return (rows, N // 2), (rows, K), (M, K)
+        """Only the output: the layer's own tensors live between its kernels, in torch's allocator."""
+        return (0,), (0,), (M, K)
 
     def apply(
         self,
@@ -132,21 +114,8 @@ class StandardExperts(ChordExperts):
     ) -> None:
         """Fill ``output`` [tokens, hidden]."""
         tokens, top_k = topk_ids.shape
-        weights = topk_weights.to(torch.float32).contiguous()
-        local = topk_ids if expert_map is None else torch.where(topk_ids < 0, -1, expert_map[topk_ids.clamp(min=0)])
-        if standard_mode(tokens, top_k, global_num_experts, self.w13.modes) is Mode.CONTIGUOUS:
-            a = aligned(local, self.w13.num_experts, RUN_ROWS)
-            rows = torch.index_select(hidden_states, 0, a.token, out=workspace2)
-            middle = contiguous(rows, self.w13, a.m_indices, activation="swiglu", out=workspace13)
-            down = contiguous(middle, self.w2, a.m_indices, row_weight=weights.view(-1)[a.routed], out=workspace2)
-            combine(down, a.place, local, output)
-        else:
-            block = indexed_block(tokens, top_k, global_num_experts)
-            a = aligned(local, self.w13.num_experts, block)
-            ids = (a.sorted_ids, a.expert_ids, a.num_tokens_padded)
-            middle = indexed(hidden_states, self.w13, *ids, top_k, block, activation="swiglu", out=workspace13)
-            down = indexed(middle, self.w2, *ids, 1, block, topk_weights=weights, out=workspace2)
-            combine(down, None, local, output)
+        mode = standard_mode(tokens, top_k, global_num_experts, self.layer.w13.modes)
+        moe_layer(hidden_states, self.layer, topk_ids, topk_weights.float(), mode=mode, out=output)
 
 
 class BatchedExperts(ChordExperts):
@@ -197,15 +166,10 @@ class BatchedExperts(ChordExperts):
         experts, rows, hidden = hidden_states.shape
         masked_m = expert_tokens_meta.expert_num_tokens[:experts].to(torch.int32)
         expected_m = self._expected_rows(topk_ids, global_num_experts)
-        middle = masked(hidden_states, self.w13, masked_m, expected_m, activation="swiglu", out=workspace2)
-        masked(middle, self.w2, masked_m, expected_m, out=output.view(experts * rows, hidden))
+        middle = masked(hidden_states, self.layer.w13, masked_m, expected_m, activation="swiglu", out=workspace2)
+        masked(middle, self.layer.w2, masked_m, expected_m, out=output.view(experts * rows, hidden))
 
     def _expected_rows(self, topk_ids: Tensor, global_num_experts: int) -> int:
         """Rows of an expert if all ranks dispatch as many tokens as this one and routing is even."""
         dispatchers: int = self.num_dispatchers
         return max(1, -(-topk_ids.numel() * dispatchers // global_num_experts))
-
-
-def _contiguous_rows(routed: int, num_experts: int) -> int:
-    """Rows that suffice however tokens are routed: every expert may waste a run but for one row."""
-    return -(-(routed + num_experts * (RUN_ROWS - 1)) // RUN_ROWS) * RUN_ROWS

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from vllm.config import ModelConfig
@@ -26,6 +23,7 @@ from chord_runtime.format.layout import INDEX, Projection, parse_experts_file, t
 from chord_runtime.format.metadata import Packing
 from chord_runtime.integrations.vllm.config import layer_number
 from chord_runtime.integrations.vllm.method import PackedExpertsMethod
+from chord_runtime.loader import Wanted, read_tensors
 from chord_runtime.packed_dir import PackedDir
 
 logger = init_logger("vllm.chord")
@@ -125,42 +123,10 @@ def _targets(layer: Any, method: PackedExpertsMethod, packing: Packing) -> Targe
 
 def _read_file(packed: PackedDir, file_name: str, targets: Targets) -> int:
     """Read the tensors named in ``targets`` into place; returns the bytes read."""
-    header = packed.header(file_name)
-    path = packed.path / file_name
-    total = 0
-    with path.open("rb", buffering=0) as file:
-        for name, target in targets.items():
-            stored = header.tensors.get(name)
-            if stored is None or stored.dtype != "U8" or stored.shape != tuple(target.shape):
-                raise FormatError(f"{path}: {name} is not uint8 {list(target.shape)}: fetch or convert it again")
-            _read_into(target, file.fileno(), stored.start, path)
-            total += target.nbytes
-    return total
-
-
-_staging = threading.local()
-
-
-def _read_into(target: Tensor, file: int, start: int, path: Path) -> None:
-    """Read ``target.nbytes`` at ``start``: in place on the CPU, through a reader's pinned buffer on a GPU."""
-    if target.is_cpu:
-        _read_exactly(target, file, start, path)
-        return
-    buffer = getattr(_staging, "buffer", None)
-    if buffer is None or buffer.numel() < target.numel():
-        buffer = _staging.buffer = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=True)
-    part = buffer[: target.numel()]
-    _read_exactly(part, file, start, path)
-    with torch.cuda.device(target.device):
-        target.copy_(part, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-
-
-def _read_exactly(target: Tensor, file: int, start: int, path: Path) -> None:
-    array: Any = target.numpy()
-    view = memoryview(array)
-    while view.nbytes:
-        count = os.preadv(file, [view], start)
-        if count == 0:
-            raise FormatError(f"{path} ended while it was read: it was truncated, fetch or convert it again")
-        view, start = view[count:], start + count
+    stored = packed.open_experts(file_name).header.tensors
+    missing = targets.keys() - stored.keys()
+    if missing:
+        raise FormatError(f"{packed.path / file_name} has no {min(missing)}: fetch or convert it again")
+    wanted = [Wanted(name, stored[name], target) for name, target in targets.items()]
+    read_tensors(packed.path / file_name, wanted, verify=False)
+    return sum(target.nbytes for target in targets.values())

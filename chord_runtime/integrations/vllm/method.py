@@ -22,6 +22,7 @@ from chord_runtime.format.metadata import Manifest, Packing
 from chord_runtime.format.packing import pack, pack_gate_up
 from chord_runtime.integrations.vllm.experts import BatchedExperts, StandardExperts
 from chord_runtime.integrations.vllm.limits import refusal
+from chord_runtime.layer import PackedLayer
 from chord_runtime.ops.weight import PackedWeight
 
 _NAMES = {Projection.W13: "w13_weight_packed", Projection.W2: "w2_weight_packed"}
@@ -84,7 +85,8 @@ class ExpertsMethod(FusedMoEMethodBase):
             )
         else:
             experts = StandardExperts(self.moe, self.moe_quant_config)
-        experts.attach(w13, w2)
+        placed = sorted((local, expert) for expert, local in enumerate(_local_ids(layer)) if local >= 0)
+        experts.layer = PackedLayer(w13, w2, tuple(expert for _, expert in placed), self.moe.num_experts)
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
 
     def parameter(self, layer: RoutedExperts, which: Projection) -> Parameter:
@@ -166,8 +168,7 @@ class PackedExpertsMethod(ExpertsMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register this rank's parameters, and for other tensor-parallel ranks' names empty ones that take nothing."""
-        expert_map = layer.expert_map
-        self.local_ids = list(range(num_experts)) if expert_map is None else expert_map.tolist()
+        self.local_ids = _local_ids(layer)
         tp = self.packing.layout.tp_size
         for which, name in _NAMES.items():
             size = packed_bytes(*self.shapes[which])
@@ -263,6 +264,12 @@ class LoadTimeExpertsMethod(ExpertsMethod):
                     delattr(layer, stem + suffix)
                 layer.register_parameter(name, Parameter(packed, requires_grad=False))
         super().process_weights_after_loading(layer)
+
+
+def _local_ids(layer: RoutedExperts) -> list[int]:
+    """Local expert of each global one, -1 for those of other ranks."""
+    expert_map = layer.expert_map
+    return list(range(layer.local_num_experts)) if expert_map is None else expert_map.tolist()
 
 
 def _pack_experts(layer_name: str, which: Projection, words: Tensor, scale: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""The model of these tests, and what Transformers in FP32 says it should answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints import SERVED, VOCABULARY, dequantize, write_checkpoint
+
+SENTENCE = "The quick brown fox jumps over the lazy dog. "
+PROMPTS = {"short": list(SENTENCE.encode()), "long": list((SENTENCE * 12).encode())}
+"""Token ids. With 8 experts and top-2 the short prompt is routed through indexed, the long one through contiguous."""
+
+TOKENS = 4
+"""Tokens generated after each prompt."""
+
+Answer = dict[str, torch.Tensor]
+"""``tokens`` [TOKENS] and ``logprobs`` [prompt + TOKENS − 1, vocabulary]: of every token but the first."""
+
+
+def write(path: Path, nested: bool = False) -> Path:
+    """A Kimi checkpoint small enough for a CPU, with experts for two ranks of any kind."""
+    return write_checkpoint(path, attention=SERVED, intermediate=128, experts=8, top_k=2, nested=nested)
+
+
+def reference(checkpoint: Path, answers: dict[str, Answer]) -> dict[str, torch.Tensor]:
+    """Log-probabilities of prompts and the generated tokens, by Transformers in FP32.
+
+    The experts are the checkpoint's as compressed-tensors dequantises them, rounded to BF16 as every implementation
+    rounds them; all else is exact.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    scaling = config.pop("rope_scaling")
+    scaling = {"rope_type": scaling.pop("type"), "rope_theta": config.pop("rope_theta"), **scaling}
+    for key in ("quantization_config", "auto_map", "architectures", "model_type"):
+        del config[key]
+    state = {name: tensor.float() for name, tensor in _dense(checkpoint).items()}
+    model = DeepseekV3ForCausalLM.from_pretrained(
+        None, config=DeepseekV3Config(**config, rope_parameters=scaling), state_dict=state, dtype=torch.float32
+    )
+    result = {}
+    for name, prompt in PROMPTS.items():
+        ids = torch.tensor([prompt + answers[name]["tokens"].tolist()])
+        with torch.no_grad():
+            result[name] = model(ids).logits[0, :-1].log_softmax(-1)
+    return result
+
+
+def _dense(checkpoint: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        state |= load_file(file)
+    for name in [name for name in state if name.endswith(".weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        state[f"{module}.weight"] = dequantize({part: state.pop(f"{module}.{part}") for part in parts})
+    return state
+
+
+def distance(answer: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference of log-probabilities."""
+    assert answer.shape == expected.shape == (expected.shape[0], VOCABULARY)
+    return float((answer - expected).abs().max())

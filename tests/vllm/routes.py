@@ -1,0 +1,69 @@
+"""Runs in a process of its own: ``routes.py OUT JSON``, where JSON is {route: {"model": …, vLLM arguments}}.
+
+Each route starts the model in vLLM, answers the prompts and saves the answers as OUT/route.pt. A route's key
+``batched`` puts vLLM's reference dispatcher of the BatchedExperts format in the place of DeepEP's, which needs several
+GPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.vllm.model import PROMPTS, TOKENS, VOCABULARY, Answer
+
+
+def answer(llm: Any, prompt: list[int]) -> Answer:
+    """Greedy tokens and the log-probabilities of every position."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=VOCABULARY, logprobs=VOCABULARY
+    )
+    (result,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    steps = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]
+    logprobs = torch.tensor([[step[token].logprob for token in range(VOCABULARY)] for step in steps])
+    return {"tokens": torch.tensor(result.outputs[0].token_ids), "logprobs": logprobs}
+
+
+def use_batched_dispatch() -> Any:
+    """Make Chord's method build its kernel around the BatchedExperts format; returns what it called before."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+
+    from chord_runtime.integrations.vllm import method
+
+    before = method.maybe_make_prepare_finalize
+
+    def make(moe: Any, *args: Any, **kwargs: Any) -> BatchedPrepareAndFinalize:
+        return BatchedPrepareAndFinalize(moe.max_num_tokens, moe.num_local_experts, num_dispatchers=1, rank=0)
+
+    method.maybe_make_prepare_finalize = make
+    return before
+
+
+def run(out: Path, routes: dict[str, dict[str, Any]]) -> None:
+    """Answer the prompts through every route."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from chord_runtime.integrations.vllm import method
+
+    common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 4, "max_logprobs": -1}
+    for name, options in routes.items():
+        batched = options.pop("batched", False)
+        before = use_batched_dispatch() if batched else method.maybe_make_prepare_finalize
+        llm = LLM(**common, enable_prefix_caching=False, disable_log_stats=True, **options)
+        torch.save({key: answer(llm, prompt) for key, prompt in PROMPTS.items()}, out / f"{name}.pt")
+        method.maybe_make_prepare_finalize = before
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), json.loads(sys.argv[2]))
