@@ -28,7 +28,8 @@ class Problem:
         where = ": ".join(part for part in (self.file, self.key) if part)
         rest = f" (and {self.more} more like it)" if self.more else ""
         line = f"found {self.found}; supported: {self.supported}. {self.next_step}{rest}"
-        return f"{where}: {line}" if where else line
+        text = f"{where}: {line}" if where else line
+        return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
     def as_dict(self) -> dict[str, str | int]:
         """The fields by name, for ``--json``."""

@@ -164,7 +164,8 @@ def _read_tensors(source: Source, facts: Facts, workers: int, problems: list[Pro
     tensors: dict[str, TensorInfo] = {}
     for header in headers.values():
         for key, tensor in header.tensors.items():
-            tensors.setdefault(key, tensor)
+            if key not in tensors or (facts.weight_map or {}).get(key) == tensor.file:
+                tensors[key] = tensor
     broken = frozenset(wanted) - headers.keys()
     return replace(facts, headers=headers, broken=broken, tensors=tensors)
 
