@@ -20,6 +20,13 @@ constexpr CHORD_DEVICE int round_up(int a, int b) { return ceil_div(a, b) * b; }
 constexpr CHORD_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 CHORD_DEVICE int lowest_bit(u32 x) { return __ffs(x) - 1; }
 CHORD_DEVICE int highest_bit(u32 x) { return 31 - __clz(x); }
+// The same value, computed here once: the compiler may not work it out again inside a loop.
+CHORD_DEVICE u32 kept(u32 x) {
+  asm volatile("mov.u32 %0, %0;" : "+r"(x));
+  return x;
+}
+// The same value, known to the compiler to be the same in the whole warp: it may live in a uniform register.
+CHORD_DEVICE int uniform(int x) { return __shfl_sync(kFullMask, x, 0); }
 CHORD_DEVICE int lane_id() { return threadIdx.x % kWarp; }
 
 // Shared memory is addressed by 32-bit offsets, as PTX does it.

@@ -16,57 +16,67 @@
 
 namespace chord {
 
-CHORD_DEVICE void release(Shared& shared, u32 stage) {
-  if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+// The stage whose full barrier this is may be filled again; its empty barrier lies kStages further on.
+CHORD_DEVICE void release(u32 full) {
+  if (threadIdx.x % kWarp == 0) barrier_arrive(full + kStages * 8);
 }
 
-// A 64x64 weight block times the tile's tokens, by the narrowest wgmma that holds them. The whole group sits in each
-// branch: with the fence or the commit outside, ptxas would serialise it (C7520).
-template <int kN>
-CHORD_DEVICE void multiply_block(float (&sums)[kTokens / 2], const u32 (&a)[4][4], u64 activations, int rows) {
-  if constexpr (kN < kTokens) {
-    if (rows > kN) return multiply_block<kN + kTokenStep>(sums, a, activations, rows);
+// A 64x64 weight block times the tile's tokens, by the narrowest wgmma that holds them, found by bisection. The whole
+// group sits in each branch: with the fence or the commit outside, ptxas would serialise it (C7520).
+template <int kLow, int kHigh>
+CHORD_DEVICE void multiply_block(int rows, const u32 (&a)[4][4], u32 activations, float (&sums)[kTokens / 2]) {
+  if constexpr (kLow == kHigh) {
+    constexpr int kN = kLow * kTokenStep;
+    wgmma_fence();
+    wgmma_block<kN>(reinterpret_cast<float(&)[kN / 2]>(sums), a, activations);
+    wgmma_commit();
+    wgmma_wait<1>();
+  } else {
+    constexpr int kMiddle = (kLow + kHigh) / 2;
+    if (rows > kMiddle * kTokenStep)
+      multiply_block<kMiddle + 1, kHigh>(rows, a, activations, sums);
+    else
+      multiply_block<kLow, kMiddle>(rows, a, activations, sums);
   }
-  wgmma_fence();
-  wgmma_block<kN>(reinterpret_cast<float(&)[kN / 2]>(sums), a, activations);
-  wgmma_commit();
-  wgmma_wait<1>();
 }
 
 // All k of one tile, for this warpgroup's rows of the weight.
 CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int rows, int k,
                                 float (&sums)[kBlocks][kTokens / 2]) {
   const int thread = threadIdx.x % kWarpgroup;
+  const int first_block = warpgroup * kBlocks;  // of the tile; two make a strip
+  const u32 all_activations = kept(shared_address(shared.activations)), full = kept(shared_address(shared.full));
+  const u32 codes = kept(shared_address(shared.weights) + first_block / 2 * kStageK * kStripBytes +
+                         first_block % 2 * kBlockBytes + thread * 16);
+  const u32 scales = codes - thread * 16 + kCodeBytes + thread / 4 * 8;
   u32 a[2][4][4];
-  u32 previous = 0;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sums[block][i] = 0.0f;
 
+  u32 previous_full = 0;
 #pragma unroll 1
   for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
-    barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
-    const u32 activations = shared_address(shared.activations[at.stage]);
-    const int first_block = warpgroup * kBlocks;  // of the tile; two make a strip
-    const u32 weights = shared_address(shared.weights[at.stage]) + first_block / 2 * kStageK * kStripBytes +
-                        first_block % 2 * kBlockBytes;
+    barrier_wait(full + at.stage * 8, at.parity);
+    const u32 activations = uniform(all_activations + at.stage * kActivationBytes);
+    const u32 stage = at.stage * kWeightBytes;
 #pragma unroll
     for (int i = 0; i < kStageK; ++i) {
-      const u64 b = activation_descriptor(activations + i * kTokens * kBlockK * 2);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         u32(&buffer)[4][4] = a[(i * kBlocks + block) % 2];
-        dequantize_block(weights + i * kStripBytes + block * kBlockBytes, thread, buffer);
-        multiply_block<kTokenStep>(sums[block], buffer, b, rows);
-        if (i == 0 && block == 0 && kb > 0) release(shared, previous);  // its last wgmma has just finished
+        const u32 offset = stage + i * kStripBytes + block * kBlockBytes;
+        dequantize_block(load_shared_16(codes + offset), load_shared_8(scales + offset), buffer);
+        multiply_block<1, kTokens / kTokenStep>(rows, buffer, activations + i * kTokens * kBlockK * 2, sums[block]);
+        if (i == 0 && block == 0 && previous_full) release(previous_full);  // its last wgmma has just finished
       }
     }
-    previous = at.stage;
+    previous_full = full + at.stage * 8;
     at.advance();
   }
   wgmma_wait<0>();
-  release(shared, previous);
+  release(previous_full);
 }
 
 // RowOf maps a row of the mode's order to its output row, or to -1.
@@ -82,7 +92,8 @@ struct Consumer {
     RingPosition at = {0, 0};
     while (true) {
       barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
-      const Tile tile = shared.tiles[at.stage];
+      Tile tile = shared.tiles[at.stage];
+      tile = {uniform(tile.row0), uniform(tile.rows), uniform(tile.n_block), uniform(tile.expert)};
       if (tile.rows == 0) return;
       const int first_row = tile.n_block * kRows + warpgroup * kBlocks * kBlockRows;
       if (first_row >= n) {
@@ -102,7 +113,7 @@ struct Consumer {
   CHORD_DEVICE void skip(RingPosition& at) {
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
       barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
-      release(shared, at.stage);
+      release(shared_address(&shared.full[at.stage]));
       at.advance();
     }
   }

@@ -48,10 +48,8 @@ CHORD_DEVICE void dequantize(u32 codes, u32 scales, u32 offsets, u32 (&a)[4]) {
   a[3] = fma_bf16x2(upper & 0x00F000F0u, high_half(scales), high_half(offsets));
 }
 
-// A whole 64x64 block of a warpgroup: the lane's A registers of its four k16 steps.
-CHORD_DEVICE void dequantize_block(u32 block, int thread, u32 (&a)[4][4]) {
-  const uint4 codes = load_shared_16(block + thread * 16);
-  const uint2 scales = load_shared_8(block + kCodeBytes + (thread >> 2) * 8);
+// A lane's share of a 64x64 block: codes of its four k16 steps, scales of rows r and r+8 for k < 32 and k >= 32.
+CHORD_DEVICE void dequantize_block(uint4 codes, uint2 scales, u32 (&a)[4][4]) {
   const u32 offsets_x = offsets_of(scales.x), offsets_y = offsets_of(scales.y);
   dequantize(codes.x, scales.x, offsets_x, a[0]);
   dequantize(codes.y, scales.x, offsets_x, a[1]);

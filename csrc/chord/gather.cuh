@@ -11,7 +11,6 @@
 
 namespace chord {
 
-constexpr int kGatherWarps = 4;
 // A consumer frees a stage only once it holds the next: with more than kStages - 2 stages held back, the ring would lock.
 constexpr int kLag = kStages - 2;
 
@@ -28,7 +27,7 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RowIds r
   static_assert(kLag >= 1, "at least three stages");
   constexpr int kSlots = ceil_div(kTokens, kWarp);       // ids a lane reads
   constexpr int kCopies = ceil_div(kTokens, 16);         // rows a lane copies from: 16 are copied at a time
-  const int warp = threadIdx.x / kWarp % kGatherWarps, lane = lane_id();
+  const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id();
   const int group_row = warp * 4 + lane / 8, chunk = lane % 8;
   RingPosition at = {0, 1};
   int started = 0, handed = 0, hand_stage = 0;
@@ -65,7 +64,7 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RowIds r
 
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
       barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
-      if (warp == 0 && lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
+      if (warp == started % kProducerWarps && lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
       __syncwarp();
       const u32 to = shared_address(shared.activations[at.stage]) + swizzled;
 #pragma unroll

@@ -5,6 +5,8 @@
 
 namespace chord {
 
+constexpr int kProducerWarps = kWarpgroup / kWarp;
+
 // Wait for a stage, describe the tile in it if it is the tile's first, and start copying its weights.
 // `more` is what else will complete on the stage's barrier, in bytes.
 CHORD_DEVICE void begin_stage(Shared& shared, RingPosition at, const Tile& tile, int kb, const u8* w, int n, int k,
@@ -28,20 +30,24 @@ CHORD_DEVICE void end_tiles(Shared& shared, RingPosition at) {
   shared.tiles[at.stage] = Tile{};
 }
 
-// One warp feeds the ring with the scheduler's tiles. trim(tile) may lower tile.rows, to 0 to skip the tile.
+// The producer warps feed the ring with the scheduler's tiles, each warp every kProducerWarps-th stage: waiting, arming
+// the barrier and starting copies takes one thread about 400 clocks a stage, more than a stage lasts in decode.
+// trim(tile) may lower tile.rows, to 0 to skip the tile.
 template <int kBox, class Scheduler, class Trim>
 CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, const TensorMap& map, const u8* w, int n,
                                 int k) {
   // One box a stage if it holds the whole tile; else boxes of kBox tokens of one k64 block.
   constexpr bool kWhole = kBox == kTokens;
+  const int warp = threadIdx.x / kWarp % kProducerWarps;
   RingPosition at = {0, 1};
+  int turn = 0;
   Tile tile;
   while (scheduler.next(tile)) {
     trim(tile);
     if (tile.rows == 0) continue;
-    if (lane_id() == 0) {
-      const int boxes = ceil_div(tile.rows, kBox);
-      for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
+    const int boxes = ceil_div(tile.rows, kBox);
+    for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
+      if (turn == warp && lane_id() == 0) {
         barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
         begin_stage(shared, at, tile, kb, w, n, k, boxes * kBox * kStageK * kBlockK * 2);
         const u32 full = shared_address(&shared.full[at.stage]), to = shared_address(shared.activations[at.stage]);
@@ -50,12 +56,13 @@ CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, 
           for (int i = 0; i < (kWhole ? 1 : kStageK); ++i)
             copy_tile(to + (i * kTokens + box * kBox) * kBlockK * 2, map, tile.row0 + box * kBox, kb + i, full);
         }
-        at.advance();
       }
+      turn = (turn + 1) % kProducerWarps;
+      at.advance();
     }
     __syncwarp();
   }
-  if (lane_id() == 0) {
+  if (turn == warp && lane_id() == 0) {
     end_tiles(shared, at);
     barrier_arrive(shared_address(&shared.full[at.stage]));
   }

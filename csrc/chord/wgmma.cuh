@@ -12,17 +12,18 @@ CHORD_DEVICE void wgmma_wait() {
 }
 
 // Operand B: rows (tokens) of 64 bf16, K-major, 128-byte swizzle, 8-row groups 1024 B apart, 1024-aligned.
-// PTX ISA, "Shared memory matrix layout": address and strides are in units of 16 B.
-CHORD_DEVICE u64 activation_descriptor(u32 address) {
-  constexpr u64 kSwizzle128 = 1ull << 62, kGroupStride = u64(1024 >> 4) << 32, kLeadingUnused = 1ull << 16;
-  return kSwizzle128 | kGroupStride | kLeadingUnused | ((address & 0x3FFFF) >> 4);
+// PTX ISA, "Shared memory matrix layout": address and strides are in units of 16 B. `step`: which k16 of the 64.
+CHORD_DEVICE u64 activation_descriptor(u32 address, int step) {
+  constexpr u64 kSwizzle128 = 1ull << 62, kGroupStride = u64(1024 >> 4) << 32;
+  constexpr u32 kLeadingUnused = 1u << 16;
+  return kSwizzle128 | kGroupStride | (kLeadingUnused | (address >> 4) + 2 * step);
 }
 
-// A warpgroup's 64x64 weight block times all tokens of a tile: four k16 steps, 32 B apart in the swizzled rows.
+// A warpgroup's 64x64 weight block times the first kN tokens: four k16 steps.
 template <int kN>
-CHORD_DEVICE void wgmma_block(float (&sums)[kN / 2], const u32 (&a)[4][4], u64 activations) {
+CHORD_DEVICE void wgmma_block(float (&sums)[kN / 2], const u32 (&a)[4][4], u32 activations) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step) Wgmma<kN>::run(sums, a[step], activations + 2 * step);
+  for (int step = 0; step < 4; ++step) Wgmma<kN>::run(sums, a[step], activation_descriptor(activations, step));
 }
 
 }  // namespace chord

@@ -21,10 +21,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == kWarpgroups) {
     give_registers();
-    if (threadIdx.x % kWarpgroup >= kWarp) return;
     TileScheduler<RunSegments> scheduler(RunSegments(m_indices, kRunRows, m / kRunRows, kRunRows, experts), n);
     auto trim = [=](Tile& tile) {
       int last = 0;

@@ -25,11 +25,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                   int block_size, int n, int k) {
   extern __shared__ u8 raw[];
   Shared& shared = aligned_shared(raw);
-  init_ring(shared, 1 + kGatherWarps);
+  init_ring(shared, 1 + kProducerWarps);
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   const RowIds rows = {sorted_ids, num_ids, top_k};
   if (warpgroup == kWarpgroups) {
     give_registers();

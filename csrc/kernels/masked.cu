@@ -23,10 +23,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
   if (warpgroup == kWarpgroups) {
     give_registers();
-    if (threadIdx.x % kWarpgroup >= kWarp) return;
     TileScheduler<MaskedSegments> scheduler(MaskedSegments(masked_m, experts, max_m), n);
     produce_tiles<CHORD_BOX>(shared, scheduler, [](Tile&) {}, activations, w, n, k);
   } else {
