@@ -60,8 +60,8 @@ class Checkpoint:
 
     ``prefix`` is all of a name before the layer number, ``layers`` the MoE layers' numbers, ``hidden`` and
     ``intermediate`` the model's and an expert's width in elements, ``tensors`` every tensor of the checkpoint.
-    ``block_paths`` says where in ``config`` the quantization block stands (once, or twice and equal), as keys from
-    the top. ``side_files`` are to be copied.
+    ``block_paths`` says where in ``config`` the quantization block stands (more than once only if equal), as keys from
+    the top, the last being quantization_config or its older name compression_config. ``side_files`` are to be copied.
     """
 
     prefix: str

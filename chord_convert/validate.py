@@ -18,7 +18,7 @@ from chord_convert.source import strict_json
 from chord_convert.source.base import SMALL_FILE_LIMIT, Identity, Source
 from chord_convert.source.headers import TensorInfo, scan_headers
 from chord_convert.validate_config import CONFIG_RULES, block_schema
-from chord_convert.validate_facts import BLOCK, Facts, Rule
+from chord_convert.validate_facts import Facts, Rule
 from chord_convert.validate_files import FILE_RULES, FILE_WARNINGS
 from chord_convert.validate_kind import FOREIGN_RULES, FORMAT_RULES
 from chord_convert.validate_tensors import TENSOR_RULES, TENSOR_WARNINGS
@@ -181,7 +181,7 @@ def _checkpoint(facts: Facts) -> Checkpoint:
         top_k=sizes["num_experts_per_tok"],
         tensors=facts.tensors,
         config=facts.config,
-        block_paths=tuple(path for path in facts.blocks if path[-1] == BLOCK),
+        block_paths=tuple(facts.blocks),
         side_files=side_files(facts.files),
     )
 

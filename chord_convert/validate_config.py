@@ -9,7 +9,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from chord_convert.report import Problem, show
-from chord_convert.validate_facts import BLOCK, Facts, Rule, without_nulls
+from chord_convert.validate_facts import PLACES, Facts, Rule, without_nulls
 from chord_convert.validate_kind import ORIGINAL
 from chord_runtime.format.block import BLOCK_K, GROUP_SIZE, STRIP_ROWS
 from chord_runtime.resources import schema
@@ -44,21 +44,20 @@ def _group(facts: Facts) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def blocks_agree(facts: Facts) -> Iterator[Problem]:
-    """One quantization block, or the same one twice; none for other parts of the model."""
-    known = [path for path in facts.blocks if path in ((BLOCK,), ("text_config", BLOCK))]
-    if len(known) == 2 and without_nulls(facts.blocks[known[0]]) != without_nulls(facts.blocks[known[1]]):
-        first, second = (facts.blocks[path] for path in known)
-        found = f"another block than in {'.'.join(known[0])}: {_first_difference(first, second)}"
-        yield Problem(
-            "blocks-disagree", CONFIG, ".".join(known[1]), found, "one block, or two equal ones",
-            "Compare config.json with the repository that the weights came from, and remove the stale block.",
-        )  # fmt: skip
+    """One quantization block, or equal ones where loaders look for it; none for other parts of the model."""
+    known = [path for path in PLACES if path in facts.blocks]
+    for path in known[1:]:
+        if without_nulls(facts.blocks[path]) != without_nulls(facts.block):
+            found = f"another block than in {facts.block_key}: {_first_difference(facts.block, facts.blocks[path])}"
+            yield Problem(
+                "blocks-disagree", CONFIG, ".".join(path), found, "one block, or equal ones",
+                "Compare config.json with the repository that the weights came from, and remove the stale block.",
+            )  # fmt: skip
     for path in facts.blocks:
         if path not in known:
             yield Problem(
-                "extra-block", CONFIG, ".".join(path), "a quantization block",
-                f"one {BLOCK} at the top or in text_config", "Remove it if it is stale; save again with a recent "
-                "compressed-tensors if it is the only one.",
+                "extra-block", CONFIG, ".".join(path), "a quantization block for another part of the model",
+                "one for the routed experts, at the top or in text_config", f"Remove it if it is stale. {ORIGINAL}",
             )  # fmt: skip
 
 

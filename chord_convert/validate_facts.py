@@ -14,6 +14,13 @@ from chord_convert.report import Problem
 from chord_convert.source.headers import Header, TensorInfo
 
 BLOCK = "quantization_config"
+# Where loaders look for the block of the language model, in this order; compression_config is its older name.
+PLACES: tuple[tuple[str, ...], ...] = (
+    ("text_config", BLOCK),
+    (BLOCK,),
+    ("text_config", "compression_config"),
+    ("compression_config",),
+)
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,13 @@ class Facts:
     @cached_property
     def block(self) -> Mapping[str, Any] | None:
         """The quantization block that describes the language model; None when there is none, or not an object."""
-        block = self.blocks.get(("text_config", BLOCK), self.blocks.get((BLOCK,)))
+        block = next((self.blocks[path] for path in PLACES if path in self.blocks), None)
         return block if isinstance(block, dict) else None
 
     @cached_property
     def block_key(self) -> str:
         """How messages call :attr:`block`."""
-        return f"text_config.{BLOCK}" if ("text_config", BLOCK) in self.blocks else BLOCK
+        return ".".join(next((path for path in PLACES if path in self.blocks), (BLOCK,)))
 
     @cached_property
     def shards(self) -> list[str]:

@@ -70,7 +70,7 @@ def kimi_k3(facts: Facts) -> Iterator[Problem]:
     key = named or f"{facts.text_key}model_type"
     where = facts.tensors[named].file if named else "config.json"
     experts = facts.text.get("n_routed_experts") or facts.text.get("num_experts")
-    found = "Kimi K3 tensors (block_sparse_moe.experts.N.w1/w2/w3)" if named else "the model type of Kimi K3"
+    found = "experts named as in Kimi K3 (block_sparse_moe, w1/w2/w3)" if named else "the model type of Kimi K3"
     yield Problem(
         "kimi-k3", where, key, found + (f", {show(experts)} experts" if experts else ""), "Kimi K2.x in INT4",
         "K3 is MXFP4: serve it with an engine that has MXFP4 kernels.",

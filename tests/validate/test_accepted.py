@@ -124,6 +124,11 @@ def test_the_same_block_twice(nested: Editor) -> None:
     assert set(found.block_paths) == {("quantization_config",), ("text_config", "quantization_config")}
 
 
+def test_the_blocks_older_name(flat: Editor) -> None:
+    flat.json("config.json", lambda config: config.update(compression_config=config.pop("quantization_config")))
+    assert flat.validate().require().block_paths == (("compression_config",),)
+
+
 def test_other_files_do_not_disturb(flat: Editor) -> None:
     (flat.path / "sub").mkdir()
     (flat.path / "sub" / "eagle.safetensors").write_bytes(b"not looked at")
