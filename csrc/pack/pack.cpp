@@ -38,7 +38,7 @@ inline void store(void* to, V value) {
     std::memcpy(to, &value, sizeof value);
 }
 
-// A 64-byte line. Streaming saves reading the line from memory first; `to` is then 16-byte aligned.
+// A 64-byte line. Streaming saves reading the line from memory first; `to` is then 64-byte aligned.
 template <bool stream>
 inline void store_line(uint8_t* to, const V8 line[4]) {
     for (int i = 0; i < 4; ++i) {
@@ -149,7 +149,8 @@ struct Rows {
 };
 
 constexpr int64_t kStep = 2 * kBlockBytes;  // from a block to the next along K
-constexpr int64_t kAhead = 512;             // bytes of a row between what is fetched and what is used
+constexpr int64_t kAhead = 512, kLongRow = 2048;  // bytes: fetch so far ahead in a long row, in the next group else
+constexpr int64_t kUnpackAhead = 4;         // blocks between what is fetched and what is used
 constexpr int64_t kStreamBytes = 4 << 20;   // a packed weight that stays in no cache until it is read again
 constexpr int64_t kPairs = 8;               // row pairs of a group: 16 packed rows, 64 bytes of scales a block
 
@@ -193,7 +194,7 @@ struct Found {
 // `low` and `high` start at the rows of the first low and high nibbles, and go on `rows` rows a group.
 template <bool stream>
 Found pack(Rows<const uint8_t> low, Rows<const uint8_t> high, int64_t rows, int64_t n, int64_t k, uint8_t* out) {
-    const int64_t blocks_k = k / kBlockK;
+    const int64_t blocks_k = k / kBlockK, ahead = k / 2 >= kLongRow ? kAhead : rows * low.words_stride;
     V8 zero{};
     V16 bad{};
     for (int64_t group = 0; group < n / 16; ++group) {
@@ -202,8 +203,8 @@ Found pack(Rows<const uint8_t> low, Rows<const uint8_t> high, int64_t rows, int6
         for (int64_t r = 0; r < kPairs; ++r) {
             const uint8_t *from_a = a.words_of(r), *from_b = b.words_of(r);
             for (int64_t block = 0; block < blocks_k; ++block) {
-                __builtin_prefetch(from_a + 32 * block + kAhead);
-                __builtin_prefetch(from_b + 32 * block + kAhead);
+                __builtin_prefetch(from_a + 32 * block + ahead);
+                __builtin_prefetch(from_b + 32 * block + ahead);
                 pack_codes<stream>(from_a + 32 * block, from_b + 32 * block, codes + kStep * block + 64 * r, zero);
             }
         }
@@ -223,12 +224,13 @@ void unpack(const uint8_t* in, Rows<uint8_t> low, Rows<uint8_t> high, int64_t ro
     for (int64_t group = 0; group < n / 16; ++group) {
         const Rows<uint8_t> a = low.from(group * rows), b = high.from(group * rows);
         const uint8_t *codes = in + codes_of(group, blocks_k), *scales = in + scales_of(group, blocks_k);
-        for (int64_t r = 0; r < kPairs; ++r) {
-            for (int64_t block = 0; block < blocks_k; ++block)
-                unpack_codes(codes + kStep * block + 64 * r, a.words_of(r) + 32 * block, b.words_of(r) + 32 * block);
-            for (int64_t block = 0; block < blocks_k; ++block) {
+        for (int64_t block = 0; block < blocks_k; ++block, codes += kStep, scales += kStep) {
+            __builtin_prefetch(scales + kUnpackAhead * kStep);
+            for (int64_t r = 0; r < kPairs; ++r) {
+                __builtin_prefetch(codes + kUnpackAhead * kStep + 64 * r);
+                unpack_codes(codes + 64 * r, a.words_of(r) + 32 * block, b.words_of(r) + 32 * block);
                 uint16_t pair[4];
-                std::memcpy(pair, scales + kStep * block + 8 * r, sizeof pair);
+                std::memcpy(pair, scales + 8 * r, sizeof pair);
                 const uint16_t low_scale[2] = {scale_down(pair[0], kLowExp), scale_down(pair[2], kLowExp)};
                 const uint16_t high_scale[2] = {scale_down(pair[1], kHighExp), scale_down(pair[3], kHighExp)};
                 std::memcpy(a.scale_of(r) + 4 * block, low_scale, 4);
@@ -258,8 +260,8 @@ Rows<Byte> rows_at(void* words, void* scale, int64_t words_stride, int64_t scale
 }  // namespace
 
 // The interface of chord_runtime/format/native.py, which checks shapes. A source weight is `rows` rows of k/2 bytes of
-// words and k/16 bytes of scales, strides in bytes. `up` is null, or a second weight: the first is then gate, and 8 rows
-// of each alternate in the packed one.
+// words and k/16 bytes of scales, strides in bytes. `up` is null, or a second weight: the first is then gate, and 8
+// rows of each alternate in the packed one.
 
 // Packs, sets `zero_code` if a code is 0, and returns the index of the first scale out of range, of [rows, k/32] scales
 // of the first weight and then of the second; -1 if all are good.
@@ -269,7 +271,7 @@ extern "C" int64_t chord_pack(uint8_t* out, void* words, void* scale, void* up_w
     const auto second =
         up_words ? rows_at<const uint8_t>(up_words, up_scale, words_stride, scale_stride) : first.from(8);
     const int64_t n = up_words ? 2 * rows : rows, step = up_words ? 8 : 16;
-    const bool stream = n * k / 4096 * kBlockBytes >= kStreamBytes && (uintptr_t)out % 16 == 0;
+    const bool stream = n * k / 4096 * kBlockBytes >= kStreamBytes && (uintptr_t)out % 64 == 0;
     const Found found = (stream ? pack<true> : pack<false>)(first, second, step, n, k, out);
     *zero_code = found.zero_code;
     if (!found.bad_scale) return -1;
