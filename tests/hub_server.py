@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
@@ -128,7 +127,7 @@ class HubServer:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", self.endpoint)
+        monkeypatch.setattr(hf_api.api, "endpoint", self.endpoint)
 
     def hashes(self, path: Path) -> tuple[str, str]:
         """SHA-256 and git blob hash of a file."""
