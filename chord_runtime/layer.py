@@ -54,22 +54,23 @@ def moe_layer(
     *,
     mode: Mode | str | None = None,
     max_m: int | None = None,
-    block_size: int = 16,
+    block_size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Σ over a token's experts of weight · down(silu(gate(x)) · up(x)): what the routed experts add to the residual.
 
     The three modes give equal results: SwiGLU and the weights are applied in FP32 before an operator rounds, and the
-    sum over a token's choices runs in FP32 in their order, rounded once. With expert parallelism a rank gives the part
-    of its own experts, with tensor parallelism its part of the sum: add the ranks' results.
+    sum over a token's choices runs in FP32 in their order, rounded once. The weight belongs to the down operator, whose
+    epilogue holds a row's sums in FP32 anyway, so every mode rounds at the same places. With expert parallelism a rank
+    gives the part of its own experts, with tensor parallelism its part of the sum: add the ranks' results.
 
     Args:
         x: bfloat16 [T, hidden].
         topk_ids: int32 or int64 [T, top_k], global experts; −1 for none.
         topk_weights: float32 [T, top_k].
-        mode: by default the first of indexed, contiguous and masked that the layer was packed for.
+        mode: by default as :func:`chord_runtime.routing.convention` chooses among those the layer was packed for.
         max_m: rows for each expert in masked mode; by default T.
-        block_size: rows of a block in indexed mode.
+        block_size: rows of a block in indexed mode; by default :func:`chord_runtime.routing.block_rows`.
         out: like ``x``, written in place and returned; a new tensor by default.
 
     Returns:
@@ -89,29 +90,29 @@ def moe_layer(
     out = torch.empty_like(x) if out is None else out
     if not topk_ids.numel():
         return out.zero_()
-    run = _MODES[_mode(mode, layer.w13)]
-    return _combine(*run(x, layer, topk_ids, topk_weights, max_m, block_size), out)
+    if block_size is None:
+        block_size = routing.block_rows(topk_ids.numel(), layer.num_experts)
+    run = _MODES[_mode(mode, layer, topk_ids.numel())]
+    return routing.combine(*run(x, layer, topk_ids, topk_weights, max_m, block_size), out)
 
 
 def _contiguous(
     x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    route = routing.contiguous(topk_ids, layer.w13.num_experts, layer.expert_map)
-    routed = route.routed.clamp(min=0)
-    hidden = api.contiguous(x[routed // topk_ids.shape[1]], layer.w13, route.m_indices, activation="swiglu")
-    weight = topk_weights.reshape(-1)[routed]
-    return api.contiguous(hidden, layer.w2, route.m_indices, row_weight=weight), route.rows
+    route = routing.contiguous(topk_ids, layer.w13.num_experts, layer.expert_map, topk_weights)
+    rows = routing.gather(x, route.routed, topk_ids)
+    hidden = api.contiguous(rows, layer.w13, route.m_indices, activation="swiglu")
+    return api.contiguous(hidden, layer.w2, route.m_indices, row_weight=route.row_weight), route.rows
 
 
 def _masked(
     x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    route = routing.masked(topk_ids, layer.w13.num_experts, max_m, layer.expert_map)
-    routed = route.routed.clamp(min=0)
-    rows = x[routed // topk_ids.shape[1]]
-    hidden = api.masked(rows, layer.w13, route.masked_m, route.expected_m, activation="swiglu")
-    weight = topk_weights.reshape(-1)[routed]
-    return api.masked(hidden, layer.w2, route.masked_m, route.expected_m, row_weight=weight), route.rows
+    route = routing.masked(topk_ids, layer.w13.num_experts, max_m, layer.expert_map, topk_weights)
+    rows = routing.gather(x, route.routed, topk_ids)
+    masked = route.masked_m, route.expected_m
+    hidden = api.masked(rows, layer.w13, *masked, activation="swiglu")
+    return api.masked(hidden, layer.w2, *masked, row_weight=route.row_weight), route.rows
 
 
 def _indexed(
@@ -127,19 +128,10 @@ def _indexed(
 _MODES = {Mode.INDEXED: _indexed, Mode.CONTIGUOUS: _contiguous, Mode.MASKED: _masked}
 
 
-def _mode(mode: Mode | str | None, weight: PackedWeight) -> Mode:
+def _mode(mode: Mode | str | None, layer: PackedLayer, routed: int) -> Mode:
     if mode is None:
-        return next((known for known in _MODES if known in weight.modes), Mode.INDEXED)
+        return routing.convention(routed, layer.num_experts, layer.w13.modes)
     try:
         return Mode(mode)
     except ValueError:
         raise UsageError(f"mode {mode!r}: supported are {', '.join(m.value for m in Mode)}") from None
-
-
-def _combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Sum of each token's rows, [T, top_k] of ``results``, −1 for none: FP32, in the order of the choices."""
-    total = torch.zeros(rows.shape[0], results.shape[1], dtype=torch.float32, device=results.device)
-    for row in rows.unbind(1):
-        # Rows that no expert wrote may hold anything, so they are replaced rather than multiplied by zero.
-        total += torch.where((row >= 0).unsqueeze(1), results[row.clamp(min=0)], 0)
-    return out.copy_(total)

@@ -1,19 +1,27 @@
 """From a router's choice to the three layouts that the operators take, and back.
 
-Everything is plain tensor arithmetic of fixed shapes: nothing waits for the device, so it can be captured in a CUDA
-graph. A *routed index* is token · top_k + choice. Choices of −1, and experts that ``expert_map`` sends to −1 (another
-rank's), are routed nowhere. Rows of one expert keep the order of their routed indices, in all three layouts.
+On CUDA one kernel sorts the choices, one gathers rows where the layout wants them sorted, and one adds a token's rows;
+the plain tensor arithmetic here is what the CPU runs and what those kernels are held against. Shapes are fixed and
+nothing waits for the device, so it can be captured in a CUDA graph.
+
+A *routed index* is token · top_k + choice. Choices of −1, and experts that ``expert_map`` sends to −1 (another rank's),
+are routed nowhere. Rows of one expert keep the order of their routed indices, in all three layouts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from chord_runtime.errors import UsageError
+from chord_runtime.format.layout import Mode
+from chord_runtime.ops.route import MAX_EXPERTS, Layout, capacity
 from chord_runtime.ops.validate import RUN_ROWS
+
+_OPS = torch.ops.chord
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,11 @@ class ContiguousRouting:
     m_indices: Tensor
     """int32 [M], expert of each row, −1 for padding."""
     routed: Tensor
-    """int64 [M], routed index of each row, −1 for padding: gather activations and weights by it."""
+    """int32 [M], routed index of each row, −1 for padding: :func:`gather` activations by it."""
     rows: Tensor
-    """int64 [T, top_k], row of each choice, −1 if it is routed nowhere: gather results by it."""
+    """int32 [T, top_k], row of each choice, −1 if it is routed nowhere: :func:`combine` results by it."""
+    row_weight: Tensor | None
+    """float32 [M], the choice's weight, 0 for padding; None if no weights were given."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +45,11 @@ class MaskedRouting:
     masked_m: Tensor
     """int32 [G], rows of each expert."""
     routed: Tensor
-    """int64 [G·max_m], routed index of each row, −1 for rows beyond ``masked_m``."""
+    """int32 [G·max_m], routed index of each row, −1 for rows beyond ``masked_m``."""
     rows: Tensor
-    """int64 [T, top_k], row of each choice, −1 if it is routed nowhere."""
+    """int32 [T, top_k], row of each choice, −1 if it is routed nowhere."""
+    row_weight: Tensor | None
+    """float32 [G·max_m], as in contiguous."""
     max_m: int
     expected_m: int
 
@@ -54,38 +66,71 @@ class IndexedRouting:
     """int32 [1], used part of ``sorted_ids``."""
     block_size: int
     rows: Tensor
-    """int64 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
+    """int32 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
 
 
-def contiguous(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> ContiguousRouting:
+def convention(routed: int, num_experts: int, modes: Collection[Mode]) -> Mode:
+    """How the layer runs ``routed`` choices among ``num_experts`` experts (of all ranks), if it may choose.
+
+    Indexed needs no sorted copy of the rows, so it is taken at every size; contiguous, then masked, for weights that
+    were not packed for it. Only shapes decide, so a captured CUDA graph holds one choice.
+    """
+    return next((mode for mode in (Mode.INDEXED, Mode.CONTIGUOUS, Mode.MASKED) if mode in modes), Mode.INDEXED)
+
+
+def block_rows(routed: int, num_experts: int) -> int:
+    """Block size to ask of :func:`indexed`: small, for the kernels merge blocks of one expert, and padding costs."""
+    return 8 if routed < 8 * num_experts else 16
+
+
+def contiguous(
+    topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None, topk_weights: Tensor | None = None
+) -> ContiguousRouting:
     """Rows sorted by expert, every expert's run starting at a multiple of 128.
 
     Args:
         topk_ids: int32 or int64 [T, top_k], experts chosen, −1 for none.
         num_experts: experts on this rank.
         expert_map: int32 [global experts] → local expert or −1; without it ids are local already.
+        topk_weights: float32 [T, top_k], to be laid out as ``row_weight``.
 
     M is the most that any choice of T · top_k experts can need, whatever the values are.
     """
+    if _kernel_takes(topk_ids, num_experts, expert_map):
+        routed, m_indices, _, rows, weights = _OPS.align(
+            topk_ids, expert_map, topk_weights, Layout.CONTIGUOUS, num_experts, RUN_ROWS
+        )
+        return ContiguousRouting(m_indices, routed, rows, None if topk_weights is None else weights)
     local = _local(topk_ids, num_experts, expert_map)
-    capacity = _capacity(local.numel(), num_experts, RUN_ROWS)
+    size = capacity(local.numel(), num_experts, RUN_ROWS)
     counts = _counts(local, num_experts)
     padded = (counts + RUN_ROWS - 1) // RUN_ROWS * RUN_ROWS
-    row = _rows(local, counts, padded.cumsum(0) - padded, capacity)
-    m_indices = _scatter(capacity, -1, row, local.to(torch.int32))
-    return ContiguousRouting(m_indices, _routed(capacity, -1, row), _choices(row, local, topk_ids))
+    row = _rows(local, counts, padded.cumsum(0) - padded, size)
+    m_indices = _scatter(size, -1, row, local.to(torch.int32))
+    routed = _routed(size, -1, row)
+    return ContiguousRouting(m_indices, routed, _choices(row, local, topk_ids), _weights(routed, topk_weights))
 
 
 def masked(
-    topk_ids: Tensor, num_experts: int, max_m: int | None = None, expert_map: Tensor | None = None
+    topk_ids: Tensor,
+    num_experts: int,
+    max_m: int | None = None,
+    expert_map: Tensor | None = None,
+    topk_weights: Tensor | None = None,
 ) -> MaskedRouting:
     """``max_m`` rows for each expert; by default T, enough when a token chooses an expert at most once.
 
     Arguments are those of :func:`contiguous`. Raises UsageError when an expert was chosen more than ``max_m`` times, on
     the CPU; on CUDA, where that is not read, its last choices are routed nowhere.
     """
-    local = _local(topk_ids, num_experts, expert_map)
     max_m = topk_ids.shape[0] if max_m is None else max_m
+    expected_m = max(1, -(-topk_ids.numel() // max(1, num_experts if expert_map is None else expert_map.numel())))
+    if _kernel_takes(topk_ids, num_experts, expert_map):
+        routed, masked_m, _, rows, weights = _OPS.align(
+            topk_ids, expert_map, topk_weights, Layout.MASKED, num_experts, max_m
+        )
+        return MaskedRouting(masked_m, routed, rows, None if topk_weights is None else weights, max_m, expected_m)
+    local = _local(topk_ids, num_experts, expert_map)
     counts = _counts(local, num_experts)
     if counts.is_cpu and counts.numel() and int(counts.max()) > max_m:
         raise UsageError(f"an expert was chosen {int(counts.max())} times: max_m must be at least that, found {max_m}")
@@ -94,12 +139,14 @@ def masked(
     fits = row < (local + 1) * max_m
     local = torch.where(fits, local, -1)
     row = torch.where(fits, row, num_experts * max_m)
+    routed = _routed(num_experts * max_m, -1, row)
     return MaskedRouting(
         masked_m=counts.clamp(max=max_m).to(torch.int32),
-        routed=_routed(num_experts * max_m, -1, row),
+        routed=routed,
         rows=_choices(row, local, topk_ids),
+        row_weight=_weights(routed, topk_weights),
         max_m=max_m,
-        expected_m=max(1, -(-local.numel() // max(1, num_experts if expert_map is None else expert_map.numel()))),
+        expected_m=expected_m,
     )
 
 
@@ -107,21 +154,55 @@ def indexed(
     topk_ids: Tensor, num_experts: int, block_size: int = 16, expert_map: Tensor | None = None
 ) -> IndexedRouting:
     """Blocks of ``block_size`` routed indices of one expert. Other arguments are those of :func:`contiguous`."""
+    if _kernel_takes(topk_ids, num_experts, expert_map):
+        sorted_ids, expert_ids, used, rows, _ = _OPS.align(
+            topk_ids, expert_map, None, Layout.INDEXED, num_experts, block_size
+        )
+        return IndexedRouting(sorted_ids, expert_ids, used, block_size, rows)
     local = _local(topk_ids, num_experts, expert_map)
-    capacity = _capacity(local.numel(), num_experts, block_size)
+    size = capacity(local.numel(), num_experts, block_size)
     counts = _counts(local, num_experts)
     padded = (counts + block_size - 1) // block_size * block_size
     ends = padded.cumsum(0)
-    row = _rows(local, counts, ends - padded, capacity)
-    blocks = torch.where(row < capacity, row // block_size, capacity // block_size)
-    index = torch.arange(local.numel(), device=local.device)
+    row = _rows(local, counts, ends - padded, size)
+    blocks = torch.where(row < size, row // block_size, size // block_size)
+    index = torch.arange(local.numel(), dtype=torch.int32, device=local.device)
     return IndexedRouting(
-        sorted_ids=_routed(capacity, local.numel(), row).to(torch.int32),
-        expert_ids=_scatter(capacity // block_size, -1, blocks, local.to(torch.int32)),
+        sorted_ids=_routed(size, local.numel(), row),
+        expert_ids=_scatter(size // block_size, -1, blocks, local.to(torch.int32)),
         num_tokens_padded=ends[-1:].to(torch.int32),
         block_size=block_size,
         rows=torch.where(local >= 0, index, -1).view(topk_ids.shape),
     )
+
+
+def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
+    """Row i of the result, [len(routed), hidden], is row ``routed[i] // top_k`` of ``x`` [T, hidden]; padding rows,
+    which the operators neither read nor write, are anything.
+    """
+    if x.is_cuda:
+        gathered: Tensor = _OPS.gather(x, routed, topk_ids.numel(), topk_ids.shape[1])
+        return gathered
+    return x[routed.clamp(min=0) // topk_ids.shape[1]]
+
+
+def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """``out[t]`` = Σ over j of ``results[rows[t, j]]``, −1 for none: in FP32, in the order of j, rounded once."""
+    if results.is_cuda and out.is_contiguous() and out.dtype is results.dtype:
+        _OPS.combine(results, rows, out)
+        return out
+    total = torch.zeros(rows.shape[0], results.shape[1], dtype=torch.float32, device=results.device)
+    for row in rows.unbind(1):
+        # Rows that no expert wrote may hold anything, so they are replaced rather than multiplied by zero.
+        total += torch.where((row >= 0).unsqueeze(1), results[row.clamp(min=0)], 0)
+    return out.copy_(total)
+
+
+def _kernel_takes(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> bool:
+    """Whether the align kernel does it: on CUDA, unless there are more experts than it counts."""
+    if not topk_ids.is_cuda or topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() != 2:
+        return False
+    return max(num_experts, 0 if expert_map is None else expert_map.numel()) <= MAX_EXPERTS
 
 
 def _local(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
@@ -137,12 +218,6 @@ def _local(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Ten
     return ids
 
 
-def _capacity(routed: int, num_experts: int, align: int) -> int:
-    """The most rows that ``routed`` choices can need when every expert's rows are padded to ``align``."""
-    touched = min(routed, num_experts)
-    return max(align, (routed + touched * (align - 1)) // align * align)
-
-
 def _counts(local: Tensor, num_experts: int) -> Tensor:
     """int64 [num_experts]: routed indices of each expert. (``bincount`` would wait for the device.)"""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=local.device)
@@ -150,14 +225,14 @@ def _counts(local: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, slot, torch.ones_like(slot))[:num_experts]
 
 
-def _rows(local: Tensor, counts: Tensor, first: Tensor, capacity: int) -> Tensor:
-    """Row of each routed index when expert e's rows start at ``first[e]``; ``capacity`` for those routed nowhere."""
+def _rows(local: Tensor, counts: Tensor, first: Tensor, nowhere: int) -> Tensor:
+    """Row of each routed index when expert e's rows start at ``first[e]``; ``nowhere`` for those routed nowhere."""
     last = counts.numel()
     order = torch.where(local >= 0, local, last).argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
     shift = first - (counts.cumsum(0) - counts)
-    return torch.where(local >= 0, place + shift[local.clamp(min=0)], capacity)
+    return torch.where(local >= 0, place + shift[local.clamp(min=0)], nowhere)
 
 
 def _scatter(size: int, padding: int, row: Tensor, value: Tensor) -> Tensor:
@@ -168,8 +243,14 @@ def _scatter(size: int, padding: int, row: Tensor, value: Tensor) -> Tensor:
 
 
 def _routed(size: int, padding: int, row: Tensor) -> Tensor:
-    return _scatter(size, padding, row, torch.arange(row.numel(), device=row.device))
+    return _scatter(size, padding, row, torch.arange(row.numel(), dtype=torch.int32, device=row.device))
 
 
 def _choices(row: Tensor, local: Tensor, topk_ids: Tensor) -> Tensor:
-    return torch.where(local >= 0, row, -1).view(topk_ids.shape)
+    return torch.where(local >= 0, row, -1).to(torch.int32).view(topk_ids.shape)
+
+
+def _weights(routed: Tensor, topk_weights: Tensor | None) -> Tensor | None:
+    if topk_weights is None:
+        return None
+    return torch.where(routed >= 0, topk_weights.reshape(-1)[routed.clamp(min=0)], 0)

@@ -10,6 +10,7 @@ constexpr int kThreads = 128;
 constexpr int kColumns = 8;  // 16 bytes
 constexpr int kBatch = 8;
 
+extern "C" __constant__ unsigned chord_combine_threads = kThreads;
 extern "C" __constant__ unsigned chord_combine_columns = kThreads * kColumns;  // of a block
 
 static CHORD_DEVICE float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
