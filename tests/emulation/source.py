@@ -55,8 +55,8 @@ def evaluate(expression: str, values: Mapping[str, int]) -> int:
     """A C integer expression of non-negative operands, with the given variables."""
     python = _ternary(" ".join(expression.split()))
     python = re.sub(r"(?<=\d)(?:u|ull)\b", "", python).replace("/", "//").replace("&&", " and ")
-    casts = {"i64": int, "u32": int, "u64": int, "sizeof": None}
-    return int(eval(python, {"__builtins__": {}}, {**casts, **values}))
+    functions = dict.fromkeys(("i64", "u32", "u64", "kept", "uniform", "shared_address"), int)  # all keep the value
+    return int(eval(python, {"__builtins__": {}}, {**functions, **values}))
 
 
 def _ternary(expression: str) -> str:

@@ -73,18 +73,25 @@ class Lane:
         assert [int(step) for *_, step in steps] == [0, 1, 2, 3]
         assert all(scale == offset for _, scale, offset, _ in steps)
         self.steps = [("xyzw".index(word), "xy".index(scale)) for word, scale, *_ in steps]
-        body = header.function("dequantize_block")
-        self.code_address = re.search(r"load_shared_16\(([^;]+)\);", body)[1]  # type: ignore[index]
-        self.scale_address = re.search(r"load_shared_8\(([^;]+)\);", body)[1]  # type: ignore[index]
+        consumer = Header("consumer.cuh").function("multiply_tile")
+        self.codes, self.scales = (
+            assigned(consumer, name).replace("shared.weights", "0") for name in ("codes", "scales")
+        )
         self.offset_factor = int(
             re.search(r"multiply_bf16x2\(scales, (0x\w+?)u\)", header.function("offsets_of"))[1], 16
         )  # type: ignore[index]
 
+    def reads(self, thread: int) -> tuple[int, int]:
+        """Where in the block the thread reads its codes and its scales."""
+        values = {**CONSTANTS, "thread": thread, "first_block": 0, "kStageK": 1}
+        values["codes"] = evaluate(self.codes, values)
+        return values["codes"], evaluate(self.scales, values)
+
     def fragments(self, packed: bytes, thread: int) -> list[tuple[int, int, int, float]]:
         """(k16 step, register, half, value) of every bf16 that the thread hands to the matrix multiply."""
-        where = {**CONSTANTS, "block": 0, "thread": thread}
-        words = np.frombuffer(packed, np.uint32, 4, evaluate(self.code_address, where))
-        scales = np.frombuffer(packed, np.uint32, 2, evaluate(self.scale_address, where))
+        at_codes, at_scales = self.reads(thread)
+        words = np.frombuffer(packed, np.uint32, 4, at_codes)
+        scales = np.frombuffer(packed, np.uint32, 2, at_scales)
         result = []
         for step, (word, pair) in enumerate(self.steps):
             for register, (shift, mask, half_name) in enumerate(self.registers):
@@ -124,11 +131,9 @@ def test_lanes_hold_the_fragments_that_the_instructions_read(seed: int) -> None:
 def test_shared_memory_reads_are_free_of_bank_conflicts() -> None:
     lane = Lane()
     for warp in range(4):
-        threads = range(32 * warp, 32 * warp + 32)
-        where = [{**CONSTANTS, "block": 0, "thread": thread} for thread in threads]
-        codes = [evaluate(lane.code_address, values) for values in where]
+        reads = [lane.reads(thread) for thread in range(32 * warp, 32 * warp + 32)]
         for quarter in range(4):  # 16-byte reads are served eight lanes at a time
-            assert len({code // 16 % 8 for code in codes[8 * quarter : 8 * quarter + 8]}) == 8
-        scales = {evaluate(lane.scale_address, values) for values in where}
-        assert len(scales) == 8, "lanes of one row read the same word: a broadcast"
-        assert len({address // 8 % 16 for address in scales}) == 8
+            assert len({codes // 16 % 8 for codes, _ in reads[8 * quarter : 8 * quarter + 8]}) == 8
+        rows = {scales for _, scales in reads}
+        assert len(rows) == 8, "lanes of one row read the same word: a broadcast"
+        assert len({scales // 8 % 16 for scales in rows}) == 8

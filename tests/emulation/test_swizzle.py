@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
-import numpy as np
-
 from tests.emulation.hardware import swizzle_128
-from tests.emulation.source import Header, assigned, evaluate
+from tests.emulation.source import Header, assigned, evaluate, returned
 
 ROW_BYTES = 128
 
@@ -33,24 +29,20 @@ def test_sixteen_rows_further_the_swizzle_is_the_same() -> None:
         assert swizzle_128(address + 16 * ROW_BYTES) == swizzle_128(address) + 16 * ROW_BYTES
 
 
-def test_k16_steps_of_the_descriptor() -> None:
-    text = Header("wgmma.cuh").text
-    [step_units] = re.findall(r"activations \+ (\d+) \* step", text)
-    for step in range(4):
-        for row in range(24):
-            for byte in range(0, 32, 16):
-                linear = row * ROW_BYTES + int(step_units) * 16 * step + byte
-                assert linear == row * ROW_BYTES + (16 * step) * 2 + byte
-                assert swizzle_128(linear) // ROW_BYTES == row
+def descriptor(address: int, step: int) -> int:
+    body = Header("wgmma.cuh").function("activation_descriptor")
+    values = {"address": address, "step": step}
+    for name in ("kSwizzle128", "kGroupStride", "kLeadingUnused"):
+        values[name] = evaluate(assigned(body, name), values)
+    return evaluate(returned(body), values)
 
 
 def test_descriptor_fields() -> None:
     """PTX ISA, matrix descriptor: start address bits 0-13, stride bits 32-45, swizzle mode bits 62-63 (1 = 128 B)."""
-    body = Header("wgmma.cuh").function("activation_descriptor")
-    names = ("kSwizzle128", "kGroupStride", "kLeadingUnused")
-    fields = {name: evaluate(assigned(body, name), {}) for name in names}
-    assert fields["kSwizzle128"] >> 62 == 1
-    assert fields["kGroupStride"] >> 32 == 8 * ROW_BYTES // 16
-    for address in np.arange(0, 227 * 1024, 1024).tolist():
-        [expression] = re.findall(r"\(\(address & 0x3FFFF\) >> 4\)", body)
-        assert evaluate(expression, {"address": address}) == address // 16 < 1 << 14
+    for address in range(0, 227 * 1024, 1024):
+        for step in range(4):
+            found = descriptor(address, step)
+            assert found >> 62 == 1
+            assert found >> 32 & 0x3FFF == 8 * ROW_BYTES // 16, "eight rows to the next group"
+            assert (found & 0x3FFF) * 16 == address + 32 * step, "16 elements of 2 bytes a step"
+            assert found >> 16 & 0x3FFF == 1, "unused with a swizzle; 1 by convention"
