@@ -173,7 +173,7 @@ class Table:
         print(f"  {'':<30}{'result':>12}{'relative error':>17}{'same BF16 bits':>17}")
 
     def row(self, name: str, found: Tensor, expected: Tensor, roundings: int = 1) -> None:
-        """Compare with FP32 and print. BF16 has 8 significant bits, so each rounding is off by up to 2^-9."""
+        """Compare with FP32 and print. A rounding to BF16 is off by 2^-8 at most, and by less than 2^-9 on average."""
         error = float((found.float() - expected.float()).norm() / expected.float().norm())
         same = float((found == expected.bfloat16()).float().mean())
         good = error <= roundings * 2**-9
