@@ -30,7 +30,6 @@ CHORD_DEVICE void multiply_block(int rows, const u32 (&a)[4][4], u32 activations
     wgmma_fence();
     wgmma_block<kN>(reinterpret_cast<float(&)[kN / 2]>(sums), a, activations);
     wgmma_commit();
-    wgmma_wait<1>();
   } else {
     constexpr int kMiddle = (kLow + kHigh) / 2;
     if (rows > kMiddle * kTokenStep)
@@ -50,40 +49,54 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
                          first_block % 2 * kBlockBytes + thread * 16);
   const u32 scales = codes - thread * 16 + kCodeBytes + thread / 4 * 8;
   u32 a[2][4][4];
+  Codes next;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
     for (int i = 0; i < kTokens / 2; ++i) sums[block][i] = 0.0f;
 
-  u32 previous_full = 0;
+  u32 this_full = full + at.stage * 8, previous_full = 0, stage = at.stage * kWeightBytes;
+  barrier_wait(this_full, at.parity);
+  load_codes(codes + stage, scales + stage, next);
+  int left = k / (kBlockK * kStageK);
 #pragma unroll 1
-  for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
-    barrier_wait(full + at.stage * 8, at.parity);
+  do {
     const u32 activations = uniform(all_activations + at.stage * kActivationBytes);
-    const u32 stage = at.stage * kWeightBytes;
+    at.advance();
 #pragma unroll
     for (int i = 0; i < kStageK; ++i) {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        u32(&buffer)[4][4] = a[(i * kBlocks + block) % 2];
-        const u32 offset = stage + i * kStripBytes + block * kBlockBytes;
-        dequantize_block(load_shared_16(codes + offset), load_shared_8(scales + offset), buffer);
+        constexpr int kUnits = kBlocks * kStageK;
+        const int unit = i * kBlocks + block;
+        u32(&buffer)[4][4] = a[unit % 2];
+        dequantize(next, buffer);
         multiply_block<1, kTokens / kTokenStep>(rows, buffer, activations + i * kTokens * kBlockK * 2, sums[block]);
-        if (i == 0 && block == 0 && previous_full) release(previous_full);  // its last wgmma has just finished
+        if (unit + 1 < kUnits) {
+          const u32 offset = stage + (unit + 1) / kBlocks * kStripBytes + (unit + 1) % kBlocks * kBlockBytes;
+          load_codes(codes + offset, scales + offset, next);
+        } else if (left > 1) {
+          barrier_wait(full + at.stage * 8, at.parity);
+          stage = at.stage * kWeightBytes;
+          load_codes(codes + stage, scales + stage, next);
+        }
+        wgmma_wait<1>();
+        if (unit == 0 && previous_full) release(previous_full);  // its last wgmma has just finished
       }
     }
-    previous_full = full + at.stage * 8;
-    at.advance();
-  }
+    previous_full = this_full;
+    this_full = full + at.stage * 8;
+  } while (--left > 0);
   wgmma_wait<0>();
   release(previous_full);
 }
 
-// RowOf maps a row of the mode's order to its output row, or to -1.
-template <class RowOf>
+// Rows maps a row of the mode's order to its output row, or to -1, in two steps: fetch(row) reads what it takes before
+// the main loop, resolve(tile, row, fetched) uses it after.
+template <class Rows>
 struct Consumer {
   Shared& shared;
-  RowOf row_of;
+  Rows rows;
   const float* row_weight;
   u16* out;
   int n, k, warpgroup;
@@ -100,10 +113,12 @@ struct Consumer {
         skip(at);
         continue;
       }
-      const int thread = threadIdx.x % kWarpgroup;
-      const int my_row = thread < tile.rows ? row_of(tile, tile.row0 + thread) : -1;  // arrives during the main loop
+      const int thread = threadIdx.x % kWarpgroup, row = tile.row0 + thread;
+      const bool valid = thread < tile.rows;
+      const u32 fetched = valid ? rows.fetch(row) : 0;
       float sums[kBlocks][kTokens / 2];
       multiply_tile(shared, at, warpgroup, tile.rows, k, sums);
+      const int my_row = valid ? rows.resolve(tile, row, kept(fetched)) : -1;
       store_tile(shared, warpgroup, sums, tile.rows, first_row, my_row, row_weight, out, n);
     }
   }

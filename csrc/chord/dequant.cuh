@@ -39,22 +39,47 @@ CHORD_DEVICE u32 high_half(u32 x) {
 // c of the two rows of a stored scale pair: a * -2^-130 for the low row, a * -2^-126 for the high one.
 CHORD_DEVICE u32 offsets_of(u32 scales) { return multiply_bf16x2(scales, 0x80808008u); }
 
-// One word of codes -> the lane's four A registers of one k16 step.
-CHORD_DEVICE void dequantize(u32 codes, u32 scales, u32 offsets, u32 (&a)[4]) {
-  const u32 upper = codes >> 8;
-  a[0] = fma_bf16x2(codes & 0x000F000Fu, low_half(scales), low_half(offsets));
-  a[1] = fma_bf16x2(codes & 0x00F000F0u, high_half(scales), high_half(offsets));
-  a[2] = fma_bf16x2(upper & 0x000F000Fu, low_half(scales), low_half(offsets));
-  a[3] = fma_bf16x2(upper & 0x00F000F0u, high_half(scales), high_half(offsets));
+// The work on a block is in two parts. Codes are read and isolated while the wgmmas before still run; the FMAs, which
+// write A registers those wgmmas may be reading, follow when they have finished.
+//
+// A lane's share of a 64x64 block: for each of four k16 steps a word of codes, as four pairs with the bits left alone,
+// and the scales of rows r and r+8 for k < 32 and k >= 32.
+struct Codes {
+  u32 bits[4][4];
+  uint2 scales;
+};
+
+CHORD_DEVICE void isolate(u32 word, u32 (&bits)[4]) {
+  const u32 upper = word >> 8;
+  bits[0] = word & 0x000F000Fu;
+  bits[1] = word & 0x00F000F0u;
+  bits[2] = upper & 0x000F000Fu;
+  bits[3] = upper & 0x00F000F0u;
+}
+CHORD_DEVICE void load_codes(u32 codes, u32 scales, Codes& to) {
+  const uint4 words = load_shared_16(codes);
+  to.scales = load_shared_8(scales);
+  isolate(words.x, to.bits[0]);
+  isolate(words.y, to.bits[1]);
+  isolate(words.z, to.bits[2]);
+  isolate(words.w, to.bits[3]);
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(to.bits[step][i]));  // here, not after the next wait
 }
 
-// A lane's share of a 64x64 block: codes of its four k16 steps, scales of rows r and r+8 for k < 32 and k >= 32.
-CHORD_DEVICE void dequantize_block(uint4 codes, uint2 scales, u32 (&a)[4][4]) {
-  const u32 offsets_x = offsets_of(scales.x), offsets_y = offsets_of(scales.y);
-  dequantize(codes.x, scales.x, offsets_x, a[0]);
-  dequantize(codes.y, scales.x, offsets_x, a[1]);
-  dequantize(codes.z, scales.y, offsets_y, a[2]);
-  dequantize(codes.w, scales.y, offsets_y, a[3]);
+// The lane's A registers of the block: rows r in a[..][0] and [2], rows r+8 in [1] and [3].
+CHORD_DEVICE void dequantize(const Codes& from, u32 (&a)[4][4]) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const u32 scales = step < 2 ? from.scales.x : from.scales.y;
+    const u32 offsets = offsets_of(scales);
+    a[step][0] = fma_bf16x2(from.bits[step][0], low_half(scales), low_half(offsets));
+    a[step][1] = fma_bf16x2(from.bits[step][1], high_half(scales), high_half(offsets));
+    a[step][2] = fma_bf16x2(from.bits[step][2], low_half(scales), low_half(offsets));
+    a[step][3] = fma_bf16x2(from.bits[step][3], high_half(scales), high_half(offsets));
+  }
 }
 
 }  // namespace chord

@@ -14,15 +14,17 @@ namespace chord {
 // A consumer frees a stage only once it holds the next: with more than kStages - 2 stages held back, the ring would lock.
 constexpr int kLag = kStages - 2;
 
-// Rows of a tile: token t is row ids[t] / top_k of x. ids outside 0..num_ids-1 are padding.
-struct RowIds {
+// Routed indices: row id / top_k of x goes in, row id of out comes out. Anything outside 0..num_ids-1 is padding.
+struct RoutedRows {
   const int* sorted_ids;
   int num_ids, top_k;
   CHORD_DEVICE bool valid(int id) const { return u32(id) < u32(num_ids); }
+  CHORD_DEVICE int fetch(int row) const { return sorted_ids[row]; }
+  CHORD_DEVICE int resolve(const Tile&, int, int id) const { return valid(id) ? id : -1; }
 };
 
 template <class Scheduler>
-CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RowIds rows, const u16* x, const u8* w, int n,
+CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
                                    int k) {
   static_assert(kLag >= 1, "at least three stages");
   constexpr int kSlots = ceil_div(kTokens, kWarp);       // ids a lane reads
@@ -45,7 +47,7 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RowIds r
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       const int row = slot * kWarp + lane;
-      ids[slot] = row < tile.rows ? rows.sorted_ids[tile.row0 + row] : -1;
+      ids[slot] = row < tile.rows ? rows.fetch(tile.row0 + row) : -1;
       const u32 valid = __ballot_sync(kFullMask, rows.valid(ids[slot]));
       if (valid) last = slot * kWarp + highest_bit(valid) + 1;
     }

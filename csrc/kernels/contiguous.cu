@@ -11,6 +11,12 @@ using namespace chord;
 
 constexpr int kRunRows = 128;
 
+struct ContiguousRows {
+  const int* m_indices;
+  CHORD_DEVICE int fetch(int row) const { return m_indices[row]; }
+  CHORD_DEVICE int resolve(const Tile& tile, int row, int expert) const { return expert == tile.expert ? row : -1; }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     chord_contiguous(const __grid_constant__ TensorMap activations, const u8* __restrict__ w,
                      const int* __restrict__ m_indices, const float* __restrict__ row_weight, u16* __restrict__ out,
@@ -39,7 +45,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     produce_tiles<CHORD_BOX>(shared, scheduler, trim, activations, w, n, k);
   } else {
     take_registers();
-    auto row_of = [=](const Tile& tile, int row) { return m_indices[row] == tile.expert ? row : -1; };
-    Consumer<decltype(row_of)>{shared, row_of, row_weight, out, n, k, warpgroup}.run();
+    Consumer<ContiguousRows>{shared, {m_indices}, row_weight, out, n, k, warpgroup}.run();
   }
 }

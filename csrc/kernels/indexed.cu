@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   allow_next_kernel();
 
   const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  const RowIds rows = {sorted_ids, num_ids, top_k};
+  const RoutedRows rows = {sorted_ids, num_ids, top_k};
   if (warpgroup == kWarpgroups) {
     give_registers();
     const int blocks = *num_tokens_padded / block_size;
@@ -38,10 +38,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     produce_gathered(shared, scheduler, rows, x, w, n, k);
   } else {
     take_registers();
-    auto row_of = [=](const Tile&, int row) {
-      const int id = sorted_ids[row];
-      return rows.valid(id) ? id : -1;
-    };
-    Consumer<decltype(row_of)>{shared, row_of, topk_weights, out, n, k, warpgroup}.run();
+    Consumer<RoutedRows>{shared, rows, topk_weights, out, n, k, warpgroup}.run();
   }
 }

@@ -14,6 +14,11 @@
 
 using namespace chord;
 
+struct MaskedRows {
+  CHORD_DEVICE int fetch(int) const { return 0; }
+  CHORD_DEVICE int resolve(const Tile&, int row, int) const { return row; }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     chord_masked(const __grid_constant__ TensorMap activations, const u8* __restrict__ w, const int* __restrict__ masked_m,
                  const float* __restrict__ row_weight, u16* __restrict__ out, int experts, int max_m, int n, int k) {
@@ -30,7 +35,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     produce_tiles<CHORD_BOX>(shared, scheduler, [](Tile&) {}, activations, w, n, k);
   } else {
     take_registers();
-    auto row_of = [](const Tile&, int row) { return row; };
-    Consumer<decltype(row_of)>{shared, row_of, row_weight, out, n, k, warpgroup}.run();
+    Consumer<MaskedRows>{shared, {}, row_weight, out, n, k, warpgroup}.run();
   }
 }
