@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -15,6 +14,7 @@ from chord_convert.checkpoint import PROJECTIONS, Checkpoint
 from chord_convert.report import Problem, name, show
 from chord_convert.source import LocalSource, Source
 from chord_convert.source.headers import TensorInfo
+from chord_convert.source.parallel import map_in_threads
 from chord_runtime.errors import ScaleError
 from chord_runtime.format.packing import check_scales
 
@@ -53,12 +53,8 @@ def scan_scales(
             progress(info.nbytes)
         return check(info, data, shape)
 
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="scales") as pool:
-        try:
-            return [problem for problem in pool.map(attempt, wanted) if problem is not None]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    found = map_in_threads(attempt, wanted, workers, "scales")
+    return [problem for problem in found if problem is not None]
 
 
 def _bad_scale(info: TensorInfo, data: memoryview, shape: tuple[int, int]) -> Problem | None:

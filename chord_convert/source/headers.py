@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from chord_convert.report import Problem, show
 from chord_convert.report import name as printable
 from chord_convert.source import strict_json
 from chord_convert.source.base import Source
+from chord_convert.source.parallel import map_in_threads
 from chord_runtime.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -239,12 +239,11 @@ def scan_headers(
         except HeaderError as error:
             return error.problems
 
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="headers") as pool:
-        for file, result in zip(wanted, pool.map(attempt, wanted), strict=True):
-            if isinstance(result, Header):
-                headers[file] = result
-            else:
-                problems += result
+    for file, result in zip(wanted, map_in_threads(attempt, wanted, workers, "headers"), strict=True):
+        if isinstance(result, Header):
+            headers[file] = result
+        else:
+            problems += result
     return headers, problems
 
 

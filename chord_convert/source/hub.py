@@ -7,10 +7,11 @@ one ranged GET of that location, resumed where it broke. Signed locations expire
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -33,6 +34,11 @@ _T = TypeVar("_T")
 _CACHED_BYTES = 64 << 20
 # This many bytes count as progress: the count of failures starts again.
 _PROGRESS_BYTES = 64 << 10
+# Nobody waits minutes to learn that the network is down: the very first request gives up sooner.
+_FIRST_ATTEMPTS = 4
+# Waits from here on are worth a line on the terminal.
+_TELL_SECONDS = 5.0
+_log = logging.getLogger(__name__)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -70,6 +76,7 @@ class HubSource(Source):
                 lambda: api.model_info(
                     repo, revision=revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
                 ),
+                replace(self._retry, attempts=min(self._retry.attempts, _FIRST_ATTEMPTS)),
             )
         except errors.HFValidationError:
             raise UsageError(f"{printable(repo)}: neither a directory nor a Hub id like owner/name.") from None
@@ -219,7 +226,7 @@ class HubSource(Source):
                 f"({response.headers['content-encoding']}); use another HF_ENDPOINT or download the repository."
             )
         if response.status_code == 200:
-            if asked != size:
+            if start or asked != size:
                 raise SourceError(
                     f"{self._repo}: {printable(file)}: the server ignores range requests; "
                     "use another HF_ENDPOINT or download the repository and pass the directory."
@@ -244,7 +251,7 @@ class HubSource(Source):
 
     # -- retries and messages ----------------------------------------------------------------------------------
 
-    def _attempt(self, what: str, call: Callable[[], _T]) -> _T:
+    def _attempt(self, what: str, call: Callable[[], _T], retry: Retry | None = None) -> _T:
         """Call the Hub's API, again after errors that pass, and turn the others into one SourceError."""
         failures = 0
         while True:
@@ -261,16 +268,19 @@ class HubSource(Source):
             except transport_errors() as error:
                 reason = describe(error)
             failures += 1
-            self._wait(what, reason, failures, asked)
+            self._wait(what, reason, failures, asked, retry)
 
-    def _wait(self, what: str, reason: str, failures: int, asked: float | None) -> None:
-        delay = self._retry.delay(failures, asked)
+    def _wait(self, what: str, reason: str, failures: int, asked: float | None, retry: Retry | None = None) -> None:
+        retry = retry or self._retry
+        delay = retry.delay(failures, asked)
         if delay is None:
             wait = f" and asks to wait {asked:.0f} s" if asked else ""
             raise SourceError(
                 f"{what}: gave up after {failures} tries; the last one failed with {reason}{wait}. "
                 "Check the network, then run again: what was finished is kept."
             )
+        level = logging.WARNING if delay >= _TELL_SECONDS else logging.INFO
+        _log.log(level, "%s: %s; try %d of %d in %.0f s", what, reason, failures + 1, retry.attempts, delay)
         if self._closed.wait(delay):
             raise SourceError(f"{what}: reading was stopped.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
+import time
 import tracemalloc
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
 from chord_convert.source.headers import HeaderError, read_header, read_headers, scan_headers
+from chord_convert.source.parallel import map_in_threads
 from chord_runtime.errors import SourceError
 from tests.source.memory import MemorySource
 
@@ -232,3 +234,20 @@ def test_scan_keeps_the_good_files() -> None:
 def test_unknown_file() -> None:
     with pytest.raises(SourceError, match="no such file"):
         read_header(MemorySource({}), "a.safetensors")
+
+
+def test_the_first_error_stops_the_rest() -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        if number == 3:
+            raise SourceError("the third")
+        time.sleep(0.01)
+        return number
+
+    done: list[int] = []
+    with pytest.raises(SourceError, match="the third"):
+        done.extend(map_in_threads(work, range(1000), 2, "test"))
+    assert len(begun) < 100
+    assert list(map_in_threads(str, range(5), 2, "test")) == ["0", "1", "2", "3", "4"]

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from chord_convert.source import LocalSource, open_source
+from chord_convert.source import LocalSource, hub, open_source
 from chord_convert.source.headers import TensorInfo, read_headers
 from chord_convert.source.hub import HubSource
 from chord_convert.source.retry import Retry, asked_wait
@@ -177,6 +177,19 @@ def test_waits_as_long_as_the_server_asks(
     assert time.monotonic() - begin >= 1.0
 
 
+def test_long_waits_are_told(
+    source: HubSource, server: HubServer, tensor: TensorInfo, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(hub, "_TELL_SECONDS", 1.0)
+    server.faults += [Fault("status", status=503), Fault("status", status=429, headers={"Retry-After": "1"})]
+    read(source, tensor)
+    (record,) = [record for record in caplog.records if record.name == "chord_convert.source.hub"]
+    assert record.getMessage() == (
+        f"{REPO}: {tensor.file}: bytes {tensor.start}:{tensor.stop}: HTTP status 429; try 3 of 4 in 1 s"
+    )
+
+
 def test_does_not_wait_for_an_hour(source: HubSource, server: HubServer, tensor: TensorInfo) -> None:
     server.faults.append(Fault("status", status=429, headers={"Retry-After": "3600"}))
     with pytest.raises(SourceError, match=r"gave up after 1 tries.*HTTP status 429 and asks to wait 3600 s"):
@@ -265,6 +278,16 @@ def test_answers_that_cannot_be_trusted(
     server.faults.append(Fault(**{**vars(fault), "times": 1}))
     with pytest.raises(SourceError, match=rf"{REPO}: {tensor.file}: .*{said}"):
         read(source, tensor)
+
+
+def test_a_whole_file_in_one_answer_is_as_good(source: HubSource, server: HubServer, checkpoint: Path) -> None:
+    file = next(path for path in checkpoint.glob("*.safetensors"))
+    size = file.stat().st_size
+    server.faults.append(Fault("ignore-range"))
+    assert bytes(source.read(file.name, 0, size)) == file.read_bytes()
+    server.faults += [Fault("drop", after=1000), Fault("ignore-range")]
+    with pytest.raises(SourceError, match="the server ignores range requests"):
+        source.read(file.name, 0, size)
 
 
 def test_another_etag_in_the_middle_of_a_run(source: HubSource, server: HubServer, tensor: TensorInfo) -> None:
