@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.checkpoints import SERVED, VOCABULARY, dequantize, write_checkpoint
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
-PROMPTS = {"short": list(SENTENCE.encode()), "long": list((SENTENCE * 12).encode())}
+PROMPTS = {"short": list(SENTENCE.encode()), "long": list((SENTENCE * 6).encode())}
 """Token ids. With 8 experts and top-2 the short prompt is routed through indexed, the long one through contiguous."""
 
 TOKENS = 4

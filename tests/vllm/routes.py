@@ -23,7 +23,12 @@ def answer(llm: Any, prompt: list[int]) -> Answer:
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=VOCABULARY, logprobs=VOCABULARY
+        temperature=0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        prompt_logprobs=VOCABULARY,
+        logprobs=VOCABULARY,
+        detokenize=False,
     )
     (result,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     steps = [*result.prompt_logprobs[1:], *result.outputs[0].logprobs]

@@ -79,8 +79,8 @@ class ChordModelLoader(DefaultModelLoader):
             method.all_loaded()
         seconds = time.perf_counter() - started
         logger.info(
-            "Chord read this rank's experts: %.3f GB in %.2f s (%.2f GB/s), %d of %d experts files, %d layers",
-            total / 1e9, seconds, total / 1e9 / seconds, len(files), len(packed.experts_files()), len(layers),
+            "Chord read this rank's experts: %d bytes in %.2f s (%.2f GB/s) from %d of %d experts files, %d layers",
+            total, seconds, total / 1e9 / seconds, len(files), len(packed.experts_files()), len(layers),
         )  # fmt: skip
 
 

@@ -1,0 +1,107 @@
+"""Every way into vLLM gives what Transformers gives in FP32: a real engine on the CPU, packed by ``chord-convert``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chord_runtime.format.block import packed_bytes
+from chord_runtime.format.layout import Projection
+from chord_runtime.format.metadata import Manifest
+from tests.vllm import model
+from tests.vllm.conftest import ROOT, Models, environment
+
+pytestmark = pytest.mark.vllm
+
+TOLERANCE = 1e-3
+
+Routes = dict[str, dict[str, Any]]
+
+
+def alone(models: Models) -> Routes:
+    """One process, without the opt-in."""
+    packed = str(models.ep2)
+    return {
+        "packed": {"model": packed},
+        "packed, own loader": {"model": packed, "load_format": "chord"},
+        "packed, batched": {"model": packed, "batched": True},
+        "by name": {"model": str(models.source), "quantization": "chord"},
+    }
+
+
+def opted_in(models: Models) -> Routes:
+    """An ordinary checkpoint under CHORD_VLLM=1."""
+    source = str(models.source)
+    return {
+        "opt-in, nothing said": {"model": source},
+        "opt-in, as humming": {"model": source, "quantization": "humming"},
+        "opt-in, moe_backend humming": {"model": source, "kernel_config": {"moe_backend": "humming"}},
+    }
+
+
+def two_ranks(models: Models) -> Routes:
+    """Two processes share the experts, by expert or by slice."""
+    two = {"tensor_parallel_size": 2}
+    ep = {**two, "enable_expert_parallel": True}
+    return {
+        "ep2, own loader": {"model": str(models.ep2), "load_format": "chord", **ep},
+        "ep2, vLLM's loader and filter": {"model": str(models.ep2), "enable_ep_weight_filter": True, **ep},
+        "tp2, own loader": {"model": str(models.tp2), "load_format": "chord", **two},
+        "tp2, vLLM's loader": {"model": str(models.tp2), **two},
+    }
+
+
+GROUPS: dict[Callable[[Models], Routes], str] = {alone: "0", opted_in: "1", two_ranks: "0"}
+NAMES = [(group, name) for group in GROUPS for name in group(Models(Path(), Path(), Path()))]
+
+
+@pytest.fixture(scope="module")
+def run(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Path, str]]:
+    """Runs a group once; returns the folder of its answers and its log."""
+    done: dict[Any, tuple[Path, str]] = {}
+
+    def once(group: Callable[[Models], Routes]) -> tuple[Path, str]:
+        if group not in done:
+            out = tmp_path_factory.mktemp(group.__name__)
+            command = [sys.executable, "-m", "tests.vllm.routes", str(out), json.dumps(group(models))]
+            ran = subprocess.run(
+                command, env=environment(CHORD_VLLM=GROUPS[group]), cwd=ROOT, capture_output=True, text=True
+            )
+            log = ran.stdout + ran.stderr
+            assert ran.returncode == 0, log[-6000:]
+            done[group] = (out, log)
+        return done[group]
+
+    return once
+
+
+@pytest.mark.parametrize(("group", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_log_probabilities(group: Any, name: str, run: Any, models: Models) -> None:
+    answers = torch.load(run(group)[0] / f"{name}.pt")
+    expected = model.reference(models.source, answers)
+    for prompt, answer in answers.items():
+        assert model.distance(answer["logprobs"], expected[prompt]) < TOLERANCE, prompt
+        steps = expected[prompt][-model.TOKENS :]
+        assert answer["tokens"].tolist() == steps.argmax(-1).tolist(), prompt
+
+
+def test_own_loader_reads_only_its_ranks(run: Any, models: Models) -> None:
+    """Of the experts files each rank opens its own, and reads every byte of them once."""
+    log = run(two_ranks)[1]
+    reads = re.findall(r"read this rank's experts: (\d+) bytes in .* from (\d+) of (\d+) experts files, 2 layers", log)
+    shape = Manifest.read(models.ep2).packing.shape
+    expert = sum(packed_bytes(*shape.packed(projection)) for projection in Projection)
+    assert reads == [(str(2 * 8 * expert // 2), "2", "4")] * 4
+
+
+def test_opt_in_says_that_it_takes_the_experts(run: Any) -> None:
+    assert "Chord takes the INT4 experts of this checkpoint" in run(opted_in)[1]
+    assert "Chord takes" not in run(alone)[1]
