@@ -54,55 +54,51 @@ def round_bf16(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32).to(torch.bfloat16))
 
 
-class Lane:
-    """dequant.cuh for one thread: which word, mask, half and scale make each of its A registers."""
+REGISTERS = ((0, 0x000F000F, 0), (0, 0x00F000F0, 1), (8, 0x000F000F, 0), (8, 0x00F000F0, 1))
+"""For each A register of a k16 step: shift and mask of the code word, and which half of the scale pair."""
 
-    def __init__(self) -> None:
-        header = Header("dequant.cuh")
-        one = header.function("dequantize")
-        assert evaluate(assigned(one, "upper"), {"codes": 0xABCD1234}) == 0xABCD12
-        half = r"(low|high)_half"
-        pattern = rf"a\[(\d)\] = fma_bf16x2\((codes|upper) & (0x\w+?)u, {half}\(scales\), {half}\(offsets\)\)"
-        found = re.findall(pattern, one)
-        assert [int(register) for register, *_ in found] == [0, 1, 2, 3]
-        self.registers = [(8 if word == "upper" else 0, int(mask, 16), half) for _, word, mask, half, _ in found]
-        assert all(half == other for *_, half, other in found)
-        steps = re.findall(
-            r"dequantize\(codes\.(\w), scales\.(\w), offsets_(\w), a\[(\d)\]\)", header.function("dequantize_block")
-        )
-        assert [int(step) for *_, step in steps] == [0, 1, 2, 3]
-        assert all(scale == offset for _, scale, offset, _ in steps)
-        self.steps = [("xyzw".index(word), "xy".index(scale)) for word, scale, *_ in steps]
-        consumer = Header("consumer.cuh").function("multiply_tile")
-        self.codes, self.scales = (
-            assigned(consumer, name).replace("shared.weights", "0") for name in ("codes", "scales")
-        )
-        self.offset_factor = int(
-            re.search(r"multiply_bf16x2\(scales, (0x\w+?)u\)", header.function("offsets_of"))[1], 16
-        )  # type: ignore[index]
+OFFSET_FACTORS = (0x8008, 0x8080)
+"""bf16 −2⁻¹³⁰ and −2⁻¹²⁶: what makes −8·s·2⁻ᵀ of a stored scale, low and high row."""
 
-    def reads(self, thread: int) -> tuple[int, int]:
-        """Where in the block the thread reads its codes and its scales."""
-        values = {**CONSTANTS, "thread": thread, "first_block": 0, "kStageK": 1}
-        values["codes"] = evaluate(self.codes, values)
-        return values["codes"], evaluate(self.scales, values)
 
-    def fragments(self, packed: bytes, thread: int) -> list[tuple[int, int, int, float]]:
-        """(k16 step, register, half, value) of every bf16 that the thread hands to the matrix multiply."""
-        at_codes, at_scales = self.reads(thread)
-        words = np.frombuffer(packed, np.uint32, 4, at_codes)
-        scales = np.frombuffer(packed, np.uint32, 2, at_scales)
-        result = []
-        for step, (word, pair) in enumerate(self.steps):
-            for register, (shift, mask, half_name) in enumerate(self.registers):
-                up = 16 * (half_name == "high")
-                scale = bf16(int(scales[pair]) >> up & 0xFFFF)
-                offset = round_bf16(scale * bf16(self.offset_factor >> up & 0xFFFF))
-                bits = int(words[word]) >> shift & mask
-                for half in range(2):
-                    value = round_bf16(bf16(bits >> 16 * half & 0xFFFF) * scale + offset)
-                    result.append((step, register, half, value))
-        return result
+def lane_reads(thread: int) -> tuple[int, int]:
+    """Where in the block a thread of the warpgroup reads its 16 bytes of codes and 8 bytes of scales."""
+    values = {**CONSTANTS, "thread": thread, "first_block": 0, "kStageK": 1}
+    body = Header("consumer.cuh").function("multiply_tile")
+    codes, scales = (assigned(body, name).replace("shared.weights", "0") for name in ("codes", "scales"))
+    values["codes"] = evaluate(codes, values)
+    return values["codes"], evaluate(scales, values)
+
+
+def fragments(packed: bytes, reads: tuple[int, int]) -> list[tuple[int, int, int, float]]:
+    """(k16 step, register, half, value) of every bf16 that a thread hands to the matrix multiply."""
+    words = np.frombuffer(packed, np.uint32, 4, reads[0])
+    scales = np.frombuffer(packed, np.uint32, 2, reads[1])
+    result = []
+    for step in range(4):
+        for register, (shift, mask, high) in enumerate(REGISTERS):
+            scale = bf16(int(scales[step // 2]) >> 16 * high & 0xFFFF)
+            offset = round_bf16(scale * bf16(OFFSET_FACTORS[high]))
+            bits = int(words[step]) >> shift & mask
+            for half in range(2):
+                value = round_bf16(bf16(bits >> 16 * half & 0xFFFF) * scale + offset)
+                result.append((step, register, half, value))
+    return result
+
+
+def test_dequant_header_does_the_same() -> None:
+    text = Header("dequant.cuh").text
+    found = re.findall(r"\[(\d)\] = [^;]*?\b(\w+) & (0x\w{8})u", text)
+    shifts = {"upper": 8}
+    assert re.search(r"upper = \w+ >> 8;", text)
+    assert [(int(at), shifts.get(word, 0), int(mask, 16)) for at, word, mask in found] == [
+        (at, shift, mask) for at, (shift, mask, _) in enumerate(REGISTERS)
+    ]
+    halves = re.findall(r"\[(\d)\] = fma_bf16x2\([^;]*?, (low|high)_half\(scales\), (low|high)_half\(offsets\)\)", text)
+    names = ("low", "high")
+    assert halves == [(str(at), names[high], names[high]) for at, (_, _, high) in enumerate(REGISTERS)]
+    factors = re.findall(r"multiply_bf16x2\(scales, (0x\w{8})u\)", text)
+    assert [int(factor, 16) for factor in factors] == [OFFSET_FACTORS[1] << 16 | OFFSET_FACTORS[0]]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -115,12 +111,12 @@ def test_lanes_hold_the_fragments_that_the_instructions_read(seed: int) -> None:
     packed = pack(words, scale).numpy().tobytes()
     expected = dequantize(pack(words, scale), n, k).float().numpy()
     found = np.full((n, k), np.nan, np.float32)
-    lane = Lane()
+    places = [lane_reads(thread) for thread in range(128)]
     for row0 in range(0, n, 64):
         for k0 in range(0, k, 64):
             at = block.block_offset(row0, k0, k)
             for thread in range(128):
-                for step, register, half, value in lane.fragments(packed[at : at + block.BLOCK_BYTES], thread):
+                for step, register, half, value in fragments(packed[at : at + block.BLOCK_BYTES], places[thread]):
                     row, column = a_element(thread, register, half)
                     place = row0 + row, k0 + 16 * step + column
                     assert np.isnan(found[place]), "each weight belongs to one lane"
@@ -129,9 +125,8 @@ def test_lanes_hold_the_fragments_that_the_instructions_read(seed: int) -> None:
 
 
 def test_shared_memory_reads_are_free_of_bank_conflicts() -> None:
-    lane = Lane()
     for warp in range(4):
-        reads = [lane.reads(thread) for thread in range(32 * warp, 32 * warp + 32)]
+        reads = [lane_reads(thread) for thread in range(32 * warp, 32 * warp + 32)]
         for quarter in range(4):  # 16-byte reads are served eight lanes at a time
             assert len({codes // 16 % 8 for codes, _ in reads[8 * quarter : 8 * quarter + 8]}) == 8
         rows = {scales for _, scales in reads}
