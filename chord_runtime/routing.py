@@ -132,7 +132,7 @@ def masked(
         return MaskedRouting(masked_m, routed, rows, None if topk_weights is None else weights, max_m, expected_m)
     local = _local(topk_ids, num_experts, expert_map)
     counts = _counts(local, num_experts)
-    if counts.is_cpu and counts.numel() and int(counts.max()) > max_m:
+    if _reads_values(counts) and int(counts.max()) > max_m:
         raise UsageError(f"an expert was chosen {int(counts.max())} times: max_m must be at least that, found {max_m}")
     first = torch.arange(num_experts, device=local.device) * max_m
     row = _rows(local, counts, first, num_experts * max_m)
@@ -211,11 +211,16 @@ def _local(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Ten
         raise UsageError(f"topk_ids must be int32 or int64 [T, top_k]; found {topk_ids.dtype} {list(topk_ids.shape)}")
     ids = topk_ids.reshape(-1).long()
     known = num_experts if expert_map is None else expert_map.numel()
-    if ids.is_cpu and ids.numel() and not (int(ids.min()) >= -1 and int(ids.max()) < known):
+    if _reads_values(ids) and not (int(ids.min()) >= -1 and int(ids.max()) < known):
         raise UsageError(f"topk_ids are {int(ids.min())}..{int(ids.max())}: experts are 0..{known - 1}, −1 for none")
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0)].long(), -1)
     return ids
+
+
+def _reads_values(tensor: Tensor) -> bool:
+    """Whether values are checked: not on CUDA, where reading waits, nor while compiling, when there are none."""
+    return tensor.is_cpu and not torch.compiler.is_compiling() and tensor.numel() > 0
 
 
 def _counts(local: Tensor, num_experts: int) -> Tensor:
