@@ -203,6 +203,6 @@ def collapse(problems: Iterable[Problem]) -> list[Problem]:
     kept = []
     for key in order:
         group = alike[key]
-        shown = [replace(problem, more=0) for problem in group[:_LINES_ALIKE]]
+        shown = list(dict.fromkeys(replace(problem, more=0) for problem in group))[:_LINES_ALIKE]
         kept += [*shown[:-1], replace(shown[-1], more=sum(1 + problem.more for problem in group) - len(shown))]
     return kept

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from chord_convert.report import Problem, show
 from chord_convert.validate_facts import PLACES, Facts, Rule, without_nulls
-from chord_convert.validate_kind import ORIGINAL
+from chord_convert.validate_kind import OR_ORIGINAL, ORIGINAL
 from chord_runtime.format.block import BLOCK_K, GROUP_SIZE, STRIP_ROWS
 from chord_runtime.resources import schema
 
@@ -21,7 +21,7 @@ _WEIGHTS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "num_bits": ((4,), "4 bits", ORIGINAL),
     "type": (("int",), '"int"', ORIGINAL),
     "strategy": (("group",), '"group": one scale for 32 elements of a row', ORIGINAL),
-    "group_size": ((GROUP_SIZE,), "groups of 32", f"Re-quantize with group_size 32. {ORIGINAL}"),
+    "group_size": ((GROUP_SIZE,), "groups of 32", f"Re-quantize with group_size 32, or {OR_ORIGINAL}"),
     "symmetric": ((True,), "true: no zero points", "Re-quantize with symmetric: true."),
     "dynamic": ((False, None), "false: scales stored with the weights", "Set it to false if the scales are stored."),
     "actorder": (
@@ -57,7 +57,8 @@ def blocks_agree(facts: Facts) -> Iterator[Problem]:
         if path not in known:
             yield Problem(
                 "extra-block", CONFIG, ".".join(path), "a quantization block for another part of the model",
-                "one for the routed experts, at the top or in text_config", f"Remove it if it is stale. {ORIGINAL}",
+                "one for the routed experts, at the top or in text_config",
+                f"Remove it if it is stale; otherwise {OR_ORIGINAL}",
             )  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def one_group(facts: Facts) -> Iterator[Problem]:
         found = f"{len(groups)} groups ({', '.join(map(show, list(groups)[:4]))})"
         yield Problem(
             "config-groups", CONFIG, key, found, "one group: all experts quantized alike",
-            f"Mixed schemes cannot be packed. {ORIGINAL}",
+            f"Mixed schemes cannot be packed: {OR_ORIGINAL}",
         )  # fmt: skip
     elif _group(facts) is None:
         ((name, group),) = groups.items()
@@ -156,7 +157,7 @@ def transforms(facts: Facts) -> Iterator[Problem]:
         if found not in (None, {}):
             yield Problem(
                 key.replace("_config", "").replace("_", "-"), CONFIG, f"{facts.block_key}.{key}", show(found), "null",
-                f"Transformed or sparse weights need other kernels. {ORIGINAL}",
+                f"Transformed or sparse weights need other kernels: {OR_ORIGINAL}",
             )  # fmt: skip
 
 

@@ -124,8 +124,9 @@ class Facts:
     @cached_property
     def moe_layers(self) -> list[int] | None:
         """Numbers of the layers that must have routed experts, None when the config does not tell."""
-        layers, first = self.number("num_hidden_layers"), self.text.get("first_k_dense_replace", 0)
-        every = self.text.get("moe_layer_freq", 1)
+        layers = self.number("num_hidden_layers")
+        first, every = (self.text.get(key) for key in ("first_k_dense_replace", "moe_layer_freq"))
+        first, every = 0 if first is None else first, 1 if every is None else every
         # A model has tens of layers: a number beyond is a config to distrust, not a list to build.
         if layers is None or layers > 10_000 or type(first) is not int or type(every) is not int or every < 1:
             return None

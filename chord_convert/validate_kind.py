@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from chord_convert.report import Problem, show
 from chord_convert.validate_facts import Facts, Rule
 
-ORIGINAL = "Take the original INT4 checkpoint (compressed-tensors, pack-quantized, group 32)."
+OR_ORIGINAL = "use Moonshot's INT4 checkpoint, or one quantized like it."
+ORIGINAL = f"U{OR_ORIGINAL[1:]}"
 SUPPORTED = 'quant_method "compressed-tensors" with format "pack-quantized" (INT4, group 32)'
 
 METHODS = {
@@ -48,7 +49,7 @@ def gguf(facts: Facts) -> Iterator[Problem]:
     """GGUF files only."""
     found = facts.has_suffix(".gguf", ".ggml")
     if found and not facts.shards:
-        yield Problem("gguf", found[0], "", f"{len(found)} GGUF files and no safetensors", SUPPORTED, ORIGINAL)
+        yield Problem("gguf", found[0], "", f"GGUF files ({len(found)}) and no safetensors", SUPPORTED, ORIGINAL)
 
 
 def mlx(facts: Facts) -> Iterator[Problem]:
@@ -84,7 +85,7 @@ def pickled(facts: Facts) -> Iterator[Problem]:
     found = facts.has_suffix(".bin", ".pt", ".pth", ".npz")
     if found:
         yield Problem(
-            "no-safetensors", found[0], "", f"{len(found)} files of another kind and no safetensors",
+            "no-safetensors", found[0], "", f"files of another kind ({len(found)}) and no safetensors",
             "safetensors files", "Convert them to safetensors, or take the original checkpoint.",
         )  # fmt: skip
     else:
@@ -122,7 +123,7 @@ def no_block(facts: Facts) -> Iterator[Problem]:
     else:
         kinds = sorted(dtypes.get("weight", set()))
         found = "no quantization_config" + (f" and experts in {', '.join(kinds)}" if kinds else "")
-        step = f"This is an unquantized model. {ORIGINAL}"
+        step = f"This is an unquantized model: {OR_ORIGINAL}"
     yield Problem("no-quantization", "config.json", "quantization_config", found, SUPPORTED, step)
 
 
@@ -182,7 +183,7 @@ def hf_quant_config(facts: Facts) -> Iterator[Problem]:
     yield Problem(
         "hf-quant-config", "hf_quant_config.json", "quantization.quant_algo", f"{show(algorithm)}{claim}",
         "no hf_quant_config.json: ModelOpt writes it for formats that Chord does not read",
-        f"If it was left behind by mistake, delete it. Otherwise: {ORIGINAL[0].lower()}{ORIGINAL[1:]}",
+        f"Delete it if it was left behind by mistake; otherwise {OR_ORIGINAL}",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from chord_convert.checkpoint import INDEX_FILE, KINDS, PROJECTIONS
 from chord_convert.report import Problem, name, show
 from chord_convert.source.headers import TensorInfo
 from chord_convert.validate_facts import Facts, Rule
-from chord_convert.validate_kind import ORIGINAL
+from chord_convert.validate_kind import OR_ORIGINAL, ORIGINAL
 from chord_runtime.format.block import GROUP_SIZE
 
 DTYPES = {"weight_packed": ("I32",), "weight_scale": ("BF16",), "weight_shape": ("I32", "I64")}
@@ -61,7 +61,7 @@ def layers(facts: Facts) -> Iterator[Problem]:
     for layer in sorted(facts.experts_of_layer.keys() - set(expected)):
         yield Problem(
             "surplus-layer", _place(facts), f"{facts.prefix}{layer}", "experts in a layer that has none",
-            f"experts in {len(expected)} layers, as config.json says (num_hidden_layers, first_k_dense_replace)",
+            f"experts in {len(expected)} layers (num_hidden_layers, first_k_dense_replace, moe_layer_freq)",
             "Correct config.json, or remove the layer.",
         )  # fmt: skip
     for layer in expected:
@@ -160,7 +160,7 @@ def dtypes(facts: Facts) -> Iterator[Problem]:
     for key, expert in facts.experts.items():
         tensor, accepted = facts.tensors[key], DTYPES.get(expert.kind)
         if accepted is not None and tensor.dtype not in accepted:
-            step = "Take a checkpoint whose scales were not cast." if expert.kind == "weight_scale" else ORIGINAL
+            step = "Use the original BF16 scales: a cast changes them." if expert.kind == "weight_scale" else ORIGINAL
             supported = f"{' or '.join(accepted)} for {expert.kind}"
             yield Problem("dtype", tensor.file, name(key), f"dtype {tensor.dtype}", supported, step)
 
@@ -185,7 +185,7 @@ def _shape_problem(key: str, tensor: TensorInfo, expected: tuple[int, ...], kind
     columns = tensor.shape[-1] if tensor.shape else 0
     if kind == "weight_scale" and tensor.shape[:-1] == expected[:-1] and columns and k % columns == 0:
         found += f", which are groups of {k // columns}"
-        step = f"Re-quantize with group_size {GROUP_SIZE}. {ORIGINAL}"
+        step = f"Re-quantize with group_size {GROUP_SIZE}, or {OR_ORIGINAL}"
     return Problem("shape", tensor.file, name(key), found, f"{list(expected)} for this config.json", step)
 
 
@@ -214,7 +214,7 @@ def only_experts_packed(facts: Facts) -> Iterator[Problem]:
         if key.endswith((".weight_packed", ".qweight")) and key not in facts.experts and ".mlp.experts." not in key:
             yield Problem(
                 "packed-module", tensor.file, name(key), "a quantized module outside the routed experts",
-                "quantized routed experts, all else in BF16", f"Quantize the routed experts only. {ORIGINAL}",
+                "quantized routed experts, all else in BF16", f"Quantize the routed experts only, or {OR_ORIGINAL}",
             )  # fmt: skip
 
 

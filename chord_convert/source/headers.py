@@ -99,8 +99,7 @@ def header_length(raw: bytes, file: str, size: int) -> int:
     if len(raw) < 8 or size < 10:
         _refuse(file, "", f"a file of {size} bytes", "8 bytes of length and a header of at least 2 bytes")
     if raw == b"version ":
-        supported = "the file itself: fetch it with `git lfs pull`"
-        _refuse(file, "", "a Git LFS pointer instead of the file", supported)
+        _refuse(file, "", "a Git LFS pointer", "the file itself", "Fetch it with `git lfs pull`.")
     length = int.from_bytes(raw, "little")
     if length > MAX_HEADER_BYTES:
         _refuse(file, "header length", f"{length} bytes", f"at most {MAX_HEADER_BYTES}, as the safetensors library")
@@ -210,12 +209,12 @@ def _layout(tensors: dict[str, TensorInfo], file: str, data_start: int, size: in
     return problems
 
 
-def _problem(file: str, key: str, found: str, supported: str) -> Problem:
-    return Problem("header", printable(file), key, found, supported, "Download the file again.")
+def _problem(file: str, key: str, found: str, supported: str, step: str = "Download the file again.") -> Problem:
+    return Problem("header", printable(file), key, found, supported, step)
 
 
-def _refuse(file: str, key: str, found: str, supported: str) -> NoReturn:
-    raise HeaderError([_problem(file, key, found, supported)])
+def _refuse(file: str, key: str, found: str, supported: str, step: str = "Download the file again.") -> NoReturn:
+    raise HeaderError([_problem(file, key, found, supported, step)])
 
 
 def scan_headers(

@@ -37,7 +37,7 @@ class Case:
 
 def method(name: str, found: str) -> Case:
     edit = lambda e: e.block(quant_method=name)  # noqa: E731
-    return Case(f"method {name}", edit, "quant-method", CONFIG, f"{BLOCK}.quant_method", found, "original INT4")
+    return Case(f"method {name}", edit, "quant-method", CONFIG, f"{BLOCK}.quant_method", found, "Moonshot's INT4")
 
 
 def weights(found: str, step: str = "", **change: Any) -> Case:
@@ -186,7 +186,7 @@ KIND_CASES = [
     Case("chord manifest", write("chord-manifest.json", "{}"), "already-packed", CONFIG, BLOCK, "packed already"),
     Case("chord unfinished", write("chord-progress.json", "{}"), "already-packed", "chord-progress.json", "",
          "an unfinished output", "Run chord-convert again"),
-    Case("GGUF", only_files("Q4_K_M.gguf", "b.gguf"), "gguf", "Q4_K_M.gguf", "", "2 GGUF files and no safetensors"),
+    Case("GGUF", only_files("Q4_K_M.gguf", "b.gguf"), "gguf", "Q4_K_M.gguf", "", "GGUF files (2) and no safetensors"),
     Case("MLX", lambda e: e.config(quantization={"bits": 4, "group_size": 64}), "mlx", CONFIG, "quantization",
          "an MLX conversion (4 bits, group 64)"),
     Case("MLX alone", lambda e: e.config(quantization_config={"bits": 4, "group_size": 32}), "mlx", CONFIG, BLOCK,
@@ -196,7 +196,7 @@ KIND_CASES = [
     Case("K3 tensors", k3_tensors, "kimi-k3", SHARD2, "block_sparse_moe.experts.0",
          "experts named as in Kimi K3", "K3 is MXFP4"),
     Case("pickle", only_files("pytorch_model-00001.bin"), "no-safetensors", "pytorch_model-00001.bin", "",
-         "1 files of another kind"),
+         "files of another kind (1)"),
     Case("nothing", only_files(), "no-safetensors", "", "", "no .safetensors file", "download is complete"),
     method("awq", "AWQ"), method("gptq", "GPTQ"), method("auto-round", "AutoRound"),
     method("intel/auto-round", "AutoRound"), method("quark", "Quark"), method("modelopt", "ModelOpt"),
@@ -221,7 +221,7 @@ FORMAT_CASES = [
          also={"hf-quant-config"}, form="nested"),
     Case("hf_quant_config", write("hf_quant_config.json", '{"quantization": {"quant_algo": "NVFP4"}}'),
          "hf-quant-config", "hf_quant_config.json", "quantization.quant_algo", '"NVFP4", though config.json',
-         "If it was left behind by mistake, delete it"),
+         "Delete it if it was left behind by mistake"),
     Case("hf_quant_config broken", write("hf_quant_config.json", "{"), "json", "hf_quant_config.json", "", "not JSON"),
     Case("NVFP4 compressed-tensors", experts_as(weight_packed=u8(64, 64), weight_scale=f8(64, 8)), "tensor-format",
          SHARD2, f"{WEIGHT}.weight_packed", "NVFP4 experts"),
@@ -379,7 +379,7 @@ TENSOR_CASES = [
                           ("input_scale", "quantized activations"), ("bias", "a bias"),
                           ("weight_new", 'a tensor of unknown kind "weight_new"'))),
     Case("scale cast to FP16", changed(f"{EXPERT}.weight_scale", lambda t: t.half()), "dtype", SHARD2,
-         f"{EXPERT}.weight_scale", "dtype F16", "scales were not cast"),
+         f"{EXPERT}.weight_scale", "dtype F16", "a cast changes them"),
     Case("scale cast to FP32", changed(f"{EXPERT}.weight_scale", lambda t: t.float()), "dtype", SHARD2,
          f"{EXPERT}.weight_scale", "dtype F32"),
     Case("words cast to I64", changed(PACKED, lambda t: t.long()), "dtype", SHARD2, PACKED, "dtype I64"),

@@ -78,6 +78,13 @@ def test_what_the_checkpoint_tells(flat: Editor) -> None:
     }
 
 
+def test_layers_that_the_config_leaves_to_its_defaults(flat: Editor) -> None:
+    flat.config(moe_layer_freq=None)
+    assert flat.validate().require().layers == (1, 2)
+    flat.config(moe_layer_freq=2, first_k_dense_replace=...)
+    assert [problem.rule for problem in flat.validate().problems] == ["surplus-layer", "missing-expert"]
+
+
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", shards=1, **SMALL)
     (path / INDEX).unlink()

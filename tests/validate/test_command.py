@@ -41,7 +41,7 @@ def test_invalid(flat: Editor) -> None:
     assert first.startswith(
         "error: config.json: quantization_config.config_groups.group_0.weights.group_size: found 128"
     )
-    assert "; supported: groups of 32. Re-quantize with group_size 32." in first
+    assert "; supported: groups of 32. Re-quantize with group_size 32, or use Moonshot's" in first
     assert second.startswith("error: config.json: quantization_config.config_groups.group_0.targets: found")
     assert last == f"{flat.path}: not convertible, 2 problems"
 
@@ -100,7 +100,7 @@ def test_json(flat: Editor) -> None:
             "key": "quantization_config.config_groups.group_0.weights.num_bits",
             "found": "8",
             "supported": "4 bits",
-            "next_step": "Take the original INT4 checkpoint (compressed-tensors, pack-quantized, group 32).",
+            "next_step": "Use Moonshot's INT4 checkpoint, or one quantized like it.",
             "more": 0,
         }
     ]

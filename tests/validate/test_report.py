@@ -44,6 +44,7 @@ def test_problems_alike_are_collapsed() -> None:
         ("dtype", "F32", 0),
         ("x", "y", 0),
     ]
+    assert collapse([problem("x", "y")] * 5) == [problem("x", "y", more=4)]
     assert sum(1 + p.more for p in kept) == len(many)
 
 
