@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 from chord_convert.plan import Task
@@ -45,11 +47,25 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
                 progress.event("file", name=output.name, bytes=output.layout.size, worker=number)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
-        futures = [pool.submit(work, number) for number in range(workers)]
         try:
+            with _ctrl_c_held():
+                futures = [pool.submit(work, number) for number in range(workers)]
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
         raise error
+
+
+@contextmanager
+def _ctrl_c_held() -> Iterator[None]:
+    """Ctrl-C waits until the block ends: one in the middle of starting a thread would leave it running unknown.
+
+    Threads started in the block never take the signal, so that it always reaches the main thread.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,263 @@
+"""Killed, stopped, repeated: what was finished stays, and the end is what an undisturbed run gives."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from chord_convert.convert import convert, prepare
+from chord_convert.progress import Progress
+from chord_convert.resume import claim, record
+from chord_runtime.errors import OutputError, SourceError, Unfinished
+from chord_runtime.format.layout import MANIFEST, PROGRESS, Mode, Placement
+from tests.checkpoints import write_checkpoint
+from tests.convert.helpers import options, run, snapshot
+
+WORKERS = 3
+KILLS = 48
+
+
+def child(model: Path, output: Path, ready: Connection) -> None:
+    """Prepare, tell the parent, convert."""
+    prepared = prepare(str(model), options(4))
+    ready.send_bytes(b"ready")
+    convert(prepared, output, workers=WORKERS)
+
+
+def start(model: Path, output: Path) -> multiprocessing.process.BaseProcess:
+    """A conversion in a process of its own that is about to write."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.convert.test_resume"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=child, args=(model, output, theirs))
+    process.start()
+    assert ours.recv_bytes() == b"ready"
+    return process
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes long enough to be killed in the middle: 20 files of experts."""
+    return write_checkpoint(tmp_path_factory.mktemp("larger") / "model", layers=6, experts=16, hidden=512)
+
+
+def finished_files(directory: Path) -> dict[str, int]:
+    """Inode of every file that has its final name."""
+    return {path.name: path.stat().st_ino for path in directory.glob("*.safetensors")}
+
+
+@pytest.mark.slow
+def test_killed_at_random_points_and_resumed(larger: Path, tmp_path: Path) -> None:
+    for name in ("first", "whole"):
+        process = start(larger, tmp_path / name)
+        started = time.monotonic()
+        process.join()
+        whole_seconds = time.monotonic() - started
+    undisturbed = snapshot(tmp_path / "whole")
+    assert MANIFEST in undisturbed
+
+    dice = random.Random(20260)
+    output, killed, resumed_with = tmp_path / "out", 0, set()
+    while killed < KILLS:
+        before = finished_files(output) if output.exists() else {}
+        process = start(larger, output)
+        time.sleep(dice.uniform(0, whole_seconds))
+        process.kill()
+        process.join()
+        left = finished_files(output) if output.exists() else {}
+        assert before.items() <= left.items(), "a finished file was written again"
+        if process.exitcode == -signal.SIGKILL:
+            killed += 1
+            resumed_with.add(len(left))
+            temporaries = list(output.glob("*.safetensors.tmp")) if output.exists() else []
+            assert len(temporaries) <= WORKERS
+        if output.exists() and (output / MANIFEST).exists():
+            run(larger, output, options(4))  # removes what only an unfinished directory has, if it was killed just then
+            assert snapshot(output) == undisturbed
+            shutil.rmtree(output)
+    run(larger, output, options(4))
+    assert snapshot(output) == undisturbed
+    assert len(resumed_with) > 5, "kills did not hit different points"
+
+
+def test_only_missing_files_are_written(model: Path, packed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(packed, output)
+    (output / MANIFEST).unlink()
+    lost = output / "experts-layer002-ep001of002-tp00of01-00.safetensors"
+    size = lost.stat().st_size
+    lost.unlink()
+    begin(model, output)
+    kept = finished_files(output)
+    result = run(model, output)
+    assert result.written_bytes == size
+    assert kept.items() <= finished_files(output).items()
+    assert snapshot(output) == snapshot(packed)
+
+
+def begin(model: Path, output: Path, chosen: object = None) -> None:
+    """Put the record of an unfinished conversion into ``output``."""
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    output.mkdir(exist_ok=True)
+    aside = output.parent / "aside"
+    with pytest.raises(KeyboardInterrupt):
+        run(model, aside, chosen or options(), run=stop)  # type: ignore[arg-type]
+    (aside / PROGRESS).rename(output / PROGRESS)
+    shutil.rmtree(aside)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "emptied"])
+def test_a_damaged_finished_file_is_written_again(model: Path, packed: Path, tmp_path: Path, damage: str) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(packed, output)
+    (output / MANIFEST).unlink()
+    begin(model, output)
+    file = output / "shared-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "header":
+        data[20] ^= 1
+    file.write_bytes({"cut": data[:-1], "header": data, "emptied": b""}[damage])
+    run(model, output)
+    assert snapshot(output) == snapshot(packed)
+
+
+def test_a_finished_directory_is_left_as_it_is(model: Path, packed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(packed, output)
+    before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    result = run(model, output)
+    assert (result.written_bytes, result.missing) == (0, 0)
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (options(4), r"packing\.ep_size: 2 in the directory, 4 now"),
+        (options(2, placement=Placement.ROUND_ROBIN), r'packing\.placement: "linear" in the directory, "round_robin"'),
+        (options(2, modes=(Mode.MASKED,)), r"packing\.modes"),
+        (options(2, ranks=(0,)), r"ep_ranks: \[0, 1\] in the directory, \[0\] now"),
+        (options(2, experts_only=True), r"experts_only: false in the directory, true now"),
+    ],
+)
+def test_other_options_are_refused(
+    model: Path, packed: Path, tmp_path: Path, finished: bool, chosen: object, message: str
+) -> None:
+    output = tmp_path / "out"
+    if finished:
+        shutil.copytree(packed, output)
+    else:
+        begin(model, output)
+    before = snapshot(output)
+    with pytest.raises(OutputError, match=message):
+        run(model, output, chosen)  # type: ignore[arg-type]
+    after = snapshot(output)
+    assert before.items() <= after.items()
+    assert all("lock" in name for name in after.keys() - before.keys())
+
+
+def test_another_source_is_refused(model: Path, tmp_path: Path) -> None:
+    output, other = tmp_path / "out", tmp_path / "model"
+    begin(model, output)
+    shutil.copytree(model, other)
+    os.utime(other / "model-00002-of-000004.safetensors")
+    with pytest.raises(OutputError, match="the source's files have changed since"):
+        run(other, output)
+    write_checkpoint(tmp_path / "bigger", experts=16)
+    with pytest.raises(OutputError, match=r"packing\.num_experts: 8 in the directory, 16 now"):
+        run(tmp_path / "bigger", output)
+
+
+def test_another_version_of_the_tool_is_refused(model: Path, packed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    begin(model, output)
+    progress = json.loads((output / PROGRESS).read_text())
+    (output / PROGRESS).write_text(json.dumps({**progress, "tool_version": "0.0.9"}))
+    with pytest.raises(OutputError, match=r'tool_version: "0\.0\.9" in the directory'):
+        run(model, output)
+
+
+def test_a_directory_with_other_things_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(OutputError, match=r"did not write \(thesis\.txt"):
+        run(model, tmp_path)
+    assert snapshot(tmp_path).keys() == {"thesis.txt"}
+    with pytest.raises(OutputError, match="is not a directory"):
+        run(model, tmp_path / "thesis.txt")
+
+
+def test_stale_temporaries_are_removed(model: Path, packed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    begin(model, output)
+    for name in ("experts-layer001-ep000of002-tp00of01-00.safetensors.tmp", "config.json.tmp", "renamed-since.tmp"):
+        (output / name).write_bytes(b"left by a run that was killed")
+    run(model, output)
+    assert snapshot(output) == snapshot(packed)
+
+
+def test_a_second_run_on_the_same_directory_is_refused(model: Path, tmp_path: Path) -> None:
+    prepared = prepare(str(model), options())
+    wanted = record(prepared.plan, origin(prepared))
+    with claim(tmp_path / "out", wanted, prepared.source.fingerprint(), None):
+        with pytest.raises(OutputError, match="in use by another run"):
+            run(model, tmp_path / "out")
+        with pytest.raises(OutputError, match="in use by another run"):
+            run(model, tmp_path / "out", part=(0, 2))
+    run(model, tmp_path / "out")
+
+
+def origin(prepared: object) -> object:
+    from chord_convert.finish import provenance
+
+    return provenance(prepared.source, prepared.plan)  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_leaves_nothing_half_written(larger: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+
+    class Interrupting(Progress):
+        seen = 0
+
+        def add(self, worker: int, count: int) -> None:
+            with self._lock:
+                self.seen += count
+                if self.seen > 500_000:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    self.seen = -(10**12)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(larger, output, options(4), workers=WORKERS, progress=Interrupting())
+    assert not list(output.glob("*.tmp"))
+    assert not (output / MANIFEST).exists()
+    kept = finished_files(output)
+    assert kept
+    run(larger, output, options(4))
+    assert kept.items() <= finished_files(output).items()
+
+
+@pytest.mark.parametrize("change", ["shrunk", "touched"])
+def test_a_source_that_changes_mid_way_is_an_error(tmp_path: Path, change: str) -> None:
+    model, output = write_checkpoint(tmp_path / "model"), tmp_path / "out"
+    prepared = prepare(str(model), options())
+    file = sorted(model.glob("model-*"))[2]
+    if change == "shrunk":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        os.utime(file, ns=(1, 1))
+    with prepared.source, pytest.raises((Unfinished, SourceError), match=file.name):
+        convert(prepared, output)
+    assert not (output / MANIFEST).exists()
+    assert not list(output.glob("*.tmp"))
