@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from chord_convert.report import Problem
     from chord_convert.validate import Report
 
-VALID, INVALID, UNKNOWN = 0, 1, 2
+VALID, INVALID, UNKNOWN, INTERRUPTED = 0, 1, 2, 130
 
 
 @click.command(
@@ -61,6 +61,10 @@ def validate(
                 f"::error title=chord validate::{_escape(str(error))}" if github else f"error: {error}", err=not github
             )
         context.exit(UNKNOWN)
+    except KeyboardInterrupt:
+        # Click would exit with 1, which means invalid here.
+        click.echo("interrupted", err=True)
+        context.exit(INTERRUPTED)
     if as_json:
         click.echo(json.dumps(_as_dict(model, report), indent=2))
     else:

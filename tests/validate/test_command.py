@@ -80,6 +80,14 @@ def test_an_unreadable_file_is_not_an_invalid_checkpoint(flat: Editor, monkeypat
     assert "Input/output error (errno 5)" in result.stderr
 
 
+def test_ctrl_c_is_not_a_verdict(flat: Editor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "preadv", interrupt)
+    assert run(str(flat.path)).exit_code == 130
+
+
 def test_json(flat: Editor) -> None:
     result = run(str(flat.path), "--json")
     assert result.exit_code == 0
