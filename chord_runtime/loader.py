@@ -15,18 +15,12 @@ from torch import Tensor
 
 from chord_runtime.errors import FormatError, UsageError
 from chord_runtime.format.block import packed_bytes
-from chord_runtime.format.layout import (
-    ParallelLayout,
-    Placement,
-    Projection,
-    parse_experts_file,
-    row_order,
-    tensor_name,
-)
-from chord_runtime.format.metadata import Manifest, Packing, ShardMetadata
-from chord_runtime.format.shard import ShardHeader, StoredTensor, checksum, read_shard_header
+from chord_runtime.format.layout import ParallelLayout, Placement, Projection, row_order, tensor_name
+from chord_runtime.format.metadata import Packing
+from chord_runtime.format.shard import StoredTensor, checksum
 from chord_runtime.layer import PackedLayer
 from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.packed_dir import PackedDir
 
 _RUN_BYTES = 64 << 20
 """Tensors that follow each other in a file are read by one call, up to about this much."""
@@ -102,26 +96,25 @@ def load(
         UsageError: ranks, sizes or layers that the directory cannot have.
     """
     began = time.perf_counter()
-    root = Path(directory)
-    manifest = Manifest.read(root)
-    packing = manifest.packing
+    opened = PackedDir(Path(directory))
+    packing = opened.manifest.packing
     recorded = packing.layout
     layout = ParallelLayout(
         recorded.ep_size if ep_size is None else ep_size,
         recorded.tp_size,
-        recorded.placement if placement is None else Placement(placement),
+        recorded.placement if placement is None else _placement(placement),
     )
     layout.check(packing.shape.num_experts, packing.shape.hidden, packing.shape.intermediate)
     if not 0 <= tp_rank < layout.tp_size:
         raise UsageError(
-            f"tp rank {tp_rank}: {root} was packed for --tp {layout.tp_size}, so ranks are 0..{layout.tp_size - 1}; "
-            "another TP size changes the bytes: convert again for it"
+            f"tp rank {tp_rank}: {opened.path} was packed for --tp {layout.tp_size}, so ranks are "
+            f"0..{layout.tp_size - 1}; another TP size changes the bytes: convert again for it"
         )
     numbers = packing.layers if layers is None else tuple(layers)
     if unknown := sorted(set(numbers) - set(packing.layers)):
-        raise UsageError(f"layers {unknown} are not in {root}: it has experts in layers {list(packing.layers)}")
+        raise UsageError(f"layers {unknown} are not in {opened.path}: it has experts in layers {list(packing.layers)}")
     experts = tuple(layout.experts_of(ep_rank, packing.shape.num_experts))
-    reader = _Reader(root, manifest, _files(root, manifest, experts, tp_rank), experts, tp_rank, verify)
+    reader = _Reader(opened, _owners(opened, experts), experts, tp_rank, verify)
     with ThreadPoolExecutor(max(1, min(workers, len(numbers))), thread_name_prefix="load") as pool:
         results = list(pool.map(lambda number: reader.layer(number, torch.device(device)), numbers))
     report = LoadReport(
@@ -134,23 +127,27 @@ def load(
     return PackedLayers(found, packing, layout, ep_rank, tp_rank, report)
 
 
-def _files(root: Path, manifest: Manifest, experts: tuple[int, ...], tp_rank: int) -> dict[int, list[tuple[str, int]]]:
-    """Layer → (file, recorded EP rank) of every file that may hold one of ``experts``."""
+def _placement(name: Placement | str) -> Placement:
+    try:
+        return Placement(name)
+    except ValueError:
+        known = ", ".join(placement.value for placement in Placement)
+        raise UsageError(f"placement {name!r}: supported are {known}") from None
+
+
+def _owners(opened: PackedDir, experts: tuple[int, ...]) -> list[int]:
+    """The ranks, of those that the files are grouped for, whose files hold ``experts``."""
+    manifest = opened.manifest
     recorded, total = manifest.packing.layout, manifest.packing.shape.num_experts
     wanted = set(experts)
-    owners = {rank for rank in range(recorded.ep_size) if not wanted.isdisjoint(recorded.experts_of(rank, total))}
-    if missing := sorted(owners - set(manifest.ep_ranks)):
+    owners = [rank for rank in range(recorded.ep_size) if not wanted.isdisjoint(recorded.experts_of(rank, total))]
+    if missing := [rank for rank in owners if rank not in manifest.ep_ranks]:
         raise FormatError(
-            f"{root} holds the experts of ranks {list(manifest.ep_ranks)} of {recorded.ep_size} only; those asked for "
-            f"are also of ranks {missing}: run chord-convert with --ranks {','.join(map(str, missing))}, or load "
-            f"with ep_size={recorded.ep_size} and one of the ranks that are here"
+            f"{opened.path} holds the experts of ranks {list(manifest.ep_ranks)} of {recorded.ep_size} only; those "
+            f"asked for are also of ranks {missing}: run chord-convert with --ranks {','.join(map(str, missing))}, or "
+            f"load with ep_size={recorded.ep_size} and one of the ranks that are here"
         )
-    files: dict[int, list[tuple[str, int]]] = {layer: [] for layer in manifest.packing.layers}
-    for name in sorted(manifest.files):
-        place = parse_experts_file(name)
-        if place is not None and place[1] in owners and place[2] == tp_rank:
-            files.setdefault(place[0], []).append((name, place[1]))
-    return files
+    return owners
 
 
 @dataclass(frozen=True)
@@ -172,16 +169,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Reader:
-    root: Path
-    manifest: Manifest
-    files: Mapping[int, list[tuple[str, int]]]
+    opened: PackedDir
+    owners: list[int]
     experts: tuple[int, ...]
     tp_rank: int
     verify: bool
 
     def layer(self, number: int, device: torch.device) -> _Loaded:
         """Read one layer: one allocation a projection, filled from every file that holds one of its experts."""
-        packing = self.manifest.packing
+        packing = self.opened.manifest.packing
         shapes = {p: packing.shape.packed(p, packing.layout.tp_size) for p in Projection}
         data = {
             p: torch.empty(len(self.experts), packed_bytes(*shapes[p]), dtype=torch.uint8, device=device)
@@ -192,47 +188,21 @@ class _Reader:
             for row, expert in enumerate(self.experts)
             for p in Projection
         }
+        names = [name for rank in self.owners for name in self.opened.experts_files(number, rank, self.tp_rank)]
         headers = 0
-        opened = 0
-        for name, ep_rank in self.files[number]:
-            header = self._header(name, number, ep_rank)
+        for name in names:
+            header = self.opened.open_experts(name).header
             headers += len(header.raw)
-            opened += 1
             found = [Wanted(key, header.tensors[key], wanted.pop(key)) for key in header.tensors if key in wanted]
-            for item in found:
-                if item.stored.dtype != "U8" or item.stored.stop - item.stored.start != item.destination.numel():
-                    raise FormatError(
-                        f"{self.root / name}: {item.name} is {item.stored.dtype} {list(item.stored.shape)} where a "
-                        f"packed weight has {item.destination.numel()} bytes: the file was altered; convert again"
-                    )
-            read_tensors(self.root / name, found, self.verify)
+            read_tensors(self.opened.path / name, found, self.verify)
         if wanted:
             raise FormatError(
-                f"{self.root}: no file of layer {number} holds {min(wanted)} ({len(wanted)} tensors are missing): "
-                "files were removed or altered; convert again"
+                f"{self.opened.path}: no file of layer {number} holds {min(wanted)} ({len(wanted)} tensors are "
+                "missing): files were removed or altered; convert again"
             )
-        w13, w2 = (PackedWeight(data[p], *shapes[p], row_order=row_order(p), modes=packing.modes) for p in Projection)
+        w13, w2 = (PackedWeight(data[p], *shapes[p], row_order(p), packing.modes) for p in Projection)
         layer = PackedLayer(w13, w2, self.experts, packing.shape.num_experts)
-        return _Loaded(layer, opened, headers, sum(tensor.numel() for tensor in data.values()))
-
-    def _header(self, name: str, layer: int, ep_rank: int) -> ShardHeader:
-        """The header of an experts file, held against the manifest and against what the file's name says."""
-        path, record = self.root / name, self.manifest.files[name]
-        header = read_shard_header(path)
-        if (header.size, header.checksum) != (record.size, record.checksum):
-            raise FormatError(
-                f"{path}: size {header.size} and header {header.checksum} are not those of the manifest, {record.size} "
-                f"and {record.checksum}: the file is not the one that was written; convert or fetch it again"
-            )
-        shard = None if header.shard is None else ShardMetadata.from_string(header.shard, str(path))
-        if shard is None or (shard.packing, shard.layer, shard.ep_rank, shard.tp_rank) != (
-            self.manifest.packing,
-            layer,
-            ep_rank,
-            self.tp_rank,
-        ):
-            raise FormatError(f"{path}: its metadata is not that of this directory, layer and rank: convert again")
-        return header
+        return _Loaded(layer, len(names), headers, sum(tensor.numel() for tensor in data.values()))
 
 
 def read_tensors(path: Path, wanted: list[Wanted], verify: bool) -> None:
