@@ -2,7 +2,7 @@
 
 Each route starts the model in vLLM, answers the prompts and saves the answers as OUT/route.pt. A route's key
 ``batched`` puts vLLM's reference dispatcher of the BatchedExperts format in the place of DeepEP's, which needs several
-GPUs.
+GPUs. With the key ``refused`` the start must fail, and what it said is saved as OUT/route.txt.
 """
 
 from __future__ import annotations
@@ -56,14 +56,22 @@ def run(out: Path, routes: dict[str, dict[str, Any]]) -> None:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    from chord_runtime.errors import ChordError
     from chord_runtime.integrations.vllm import method
 
     common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 4, "max_logprobs": -1}
     for name, options in routes.items():
-        batched = options.pop("batched", False)
+        batched, refused = options.pop("batched", False), options.pop("refused", False)
         before = use_batched_dispatch() if batched else method.maybe_make_prepare_finalize
-        llm = LLM(**common, enable_prefix_caching=False, disable_log_stats=True, **options)
-        torch.save({key: answer(llm, prompt) for key, prompt in PROMPTS.items()}, out / f"{name}.pt")
+        llm = None
+        try:
+            llm = LLM(**common, enable_prefix_caching=False, disable_log_stats=True, **options)
+        except (ChordError, OSError) as error:
+            if not refused:
+                raise
+            (out / f"{name}.txt").write_text(f"{type(error).__name__}: {error}")
+        else:
+            torch.save({key: answer(llm, prompt) for key, prompt in PROMPTS.items()}, out / f"{name}.pt")
         method.maybe_make_prepare_finalize = before
         del llm
         gc.collect()

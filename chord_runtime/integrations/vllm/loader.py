@@ -6,12 +6,13 @@ import copy
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
@@ -19,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from chord_runtime.errors import FormatError
-from chord_runtime.format.layout import INDEX, Projection, parse_experts_file, tensor_name
+from chord_runtime.format.layout import INDEX, Projection, tensor_name
 from chord_runtime.format.metadata import Packing
 from chord_runtime.integrations.vllm.config import layer_number
 from chord_runtime.integrations.vllm.method import PackedExpertsMethod
@@ -27,6 +28,9 @@ from chord_runtime.loader import Wanted, read_tensors
 from chord_runtime.packed_dir import PackedDir
 
 logger = init_logger("vllm.chord")
+
+SHARED_FILES = ("*.json", "shared-*.safetensors")
+"""What every rank needs of a packed directory."""
 
 THREADS = 8
 """Readers of a rank: enough to keep a local NVMe drive or a parallel file system busy."""
@@ -36,26 +40,38 @@ Targets = dict[str, Tensor]
 
 
 class ChordModelLoader(DefaultModelLoader):
-    """Shared tensors through vLLM's own loader, experts by positional reads of this rank's files."""
+    """Shared tensors through the model's own loading, experts by positional reads of this rank's files."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         as_safetensors = copy.copy(load_config)
         as_safetensors.load_format = "safetensors"
         super().__init__(as_safetensors)
 
-    def _prepare_weights(self, model_name_or_path: str, subfolder: str | None, revision: str | None, *args: Any) -> Any:
-        """What vLLM's loader would read, less the experts; from the Hub no expert file is fetched."""
-        directory = self._directory(model_name_or_path, revision, ("*.json", "shared-*.safetensors"))
-        folder, files, *rest = super()._prepare_weights(str(directory), subfolder, revision, *args)
-        shared = [file for file in files if parse_experts_file(Path(file).name) is None]
-        return folder, shared, *rest
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Fetch what every rank needs; which experts this one needs is known once the model is built."""
+        self._directory(model_config, SHARED_FILES)
 
-    def _directory(self, model: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-        """A local directory as it is, or the Hub's snapshot with the files that match."""
-        if Path(model).is_dir():
-            return Path(model)
-        cache = self.load_config.download_dir
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=list(patterns)))
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """All tensors but the experts'. vLLM's own reader insists on every file of the index, other ranks' too."""
+        self.counter_before_loading_weights = time.perf_counter()
+        packed = PackedDir(self._directory(model_config, SHARED_FILES))
+        for name in packed.shared_files():
+            with safe_open(packed.path / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a dict
+                    yield key, file.get_tensor(key)
+
+    def _directory(self, model_config: ModelConfig, files: Iterable[str]) -> Path:
+        """A local directory as it is, or the Hub's snapshot with at least these files."""
+        if Path(model_config.model).is_dir():
+            return Path(model_config.model)
+        return Path(
+            snapshot_download(
+                model_config.model,
+                revision=model_config.revision,
+                cache_dir=self.load_config.download_dir,
+                allow_patterns=list(files),
+            )
+        )
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Load a packed directory; raises FormatError for another one, or one whose files are not this rank's."""
@@ -67,11 +83,8 @@ class ChordModelLoader(DefaultModelLoader):
             )
         super().load_weights(model, model_config)
         started = time.perf_counter()
-        directory = self._directory(model_config.model, model_config.revision, ("*.json",))
-        files = _files_of(layers, directory)
-        if not Path(model_config.model).is_dir():
-            directory = self._directory(model_config.model, model_config.revision, tuple(files))
-        packed = PackedDir(directory)
+        files = _files_of(layers, self._directory(model_config, SHARED_FILES))
+        packed = PackedDir(self._directory(model_config, files))
         with ThreadPoolExecutor(THREADS, thread_name_prefix="chord-load") as pool:
             reads = [pool.submit(_read_file, packed, name, files[name]) for name in sorted(files)]
             total = sum(read.result() for read in reads)

@@ -155,7 +155,7 @@ class PackedExpertsMethod(ExpertsMethod):
             raise ModeError(
                 f"{model} was packed for {', '.join(packing.modes)}; this deployment "
                 f"({moe.moe_parallel_config.all2all_backend if moe.ep_size > 1 else 'no all2all'}) calls "
-                f"{' and '.join(serving)}: " + _convert(model, packing, (*packing.modes, *serving), tp)
+                f"{' or '.join(serving)}: " + _convert(model, packing, (*packing.modes, *serving), tp)
             )
 
     def create_weights(
