@@ -68,6 +68,20 @@ class Packing:
         }
 
     @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: str = "quantization_config in config.json") -> Packing:
+        """From the ``quantization_config`` block of config.json; raises FormatError for one that Chord did not write."""
+        if config.get("format_version") != FORMAT_VERSION:
+            raise FormatError(
+                f"{where} is packed format version {config.get('format_version')}; this Chord reads version "
+                f"{FORMAT_VERSION}: install the matching chord-moe or convert again"
+            )
+        try:
+            jsonschema.validate(config, schema("packed-config"), cls=jsonschema.Draft202012Validator)
+        except jsonschema.ValidationError as error:
+            raise FormatError(f"{where}: {error.message}; it was edited, or another tool wrote it") from None
+        return cls.from_json(config)
+
+    @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Packing:
         """Inverse of ``to_json`` for an object that its schema has accepted."""
         packing = cls(

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import jsonschema
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
-from chord_runtime.errors import ChordError, FormatError
-from chord_runtime.format.block import FORMAT_VERSION
+from chord_runtime.errors import ChordError
 from chord_runtime.format.metadata import Packing
-from chord_runtime.resources import schema
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -74,17 +71,7 @@ class ChordConfig(QuantizationConfig):
             from chord_runtime.integrations.vllm.adopt import NamedCompressedTensorsConfig
 
             return NamedCompressedTensorsConfig.from_config(config)
-        where = "quantization_config in config.json"
-        if config.get("format_version") != FORMAT_VERSION:
-            raise FormatError(
-                f"{where} is packed format version {config.get('format_version')}; this Chord reads version "
-                f"{FORMAT_VERSION}: install the matching chord-moe or convert again"
-            )
-        try:
-            jsonschema.validate(config, schema("packed-config"), cls=jsonschema.Draft202012Validator)
-        except jsonschema.ValidationError as error:
-            raise FormatError(f"{where}: {error.message}; it was edited, or another tool wrote it") from None
-        return cls(Packing.from_json(config))
+        return cls(Packing.from_config(config))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Packed experts for the layers that were converted; everything else is as the source left it."""
