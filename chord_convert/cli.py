@@ -114,6 +114,8 @@ def _convert(
             result = convert(prepared, directory, workers=workers, part=share, run=run, progress=progress)
         else:
             result = convert(prepared, directory, workers=workers, part=share, progress=progress)
+    if progress.has_zero:
+        click.echo("warning: some codes stand for −8, which Moonshot's files never use: re-quantized weights", err=True)
     _show_result(result, directory, as_json)
     return DONE
 

@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from chord_convert.plan import Task
+
 _LOG_SECONDS = 5.0
 _RATE_SECONDS = 1.0
 
@@ -18,7 +20,7 @@ class Progress:
     """Counts bytes by worker; safe to use from several threads.
 
     ``bar`` shows a tqdm bar with bytes, GB/s, time left and each worker's GB/s. ``log`` writes one JSON object a line:
-    ``start``, ``progress`` (every five seconds), ``file``, ``retry`` and ``end`` events.
+    ``start``, ``progress`` (every five seconds), ``file`` and ``end``.
     """
 
     def __init__(self, bar: bool = False, log: bool = False, stream: TextIO | None = None) -> None:
@@ -29,6 +31,8 @@ class Progress:
         self._workers: dict[int, int] = {}
         self._rated: dict[int, int] = {}
         self._done = self._total = 0
+        self.has_zero = False
+        """Whether a code 0 (the value −8) was seen: Moonshot's own files have none."""
         self._started = self._shown = time.monotonic()
 
     def start(self, total: int, kept: int) -> None:
@@ -60,6 +64,12 @@ class Progress:
             "progress", done_bytes=self._done, total_bytes=self._total, gb_per_s=round(speed / 1e9, 3),
             seconds_left=None if left is None else round(left), workers_gb_per_s=rates,
         )  # fmt: skip
+
+    def done(self, task: Task, has_zero: bool, **where: Any) -> None:
+        """A task's files are finished. ``has_zero``: see ``run_task``."""
+        self.has_zero |= has_zero
+        for output in task.outputs:
+            self.event("file", name=output.name, bytes=output.layout.size, **where)
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Log an event, if a log was asked for."""

@@ -37,7 +37,8 @@ def run(
     except ImportError:
         raise UsageError("--executor ray needs Ray: pip install chord-moe[ray], or use --executor threads") from None
     if not ray.is_initialized():
-        ray.init(address=address, num_cpus=None if address else workers, log_to_driver=False, include_dashboard=False)
+        cpus = None if address else workers
+        ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
     do = ray.remote(max_retries=_RETRIES, num_cpus=1)(_do)
     place, commit = source.identity.location, source.identity.commit
     waiting = list(reversed(tasks))
@@ -49,10 +50,10 @@ def run(
                 running[do.remote(task, place, commit, token, str(directory.absolute()))] = task
             done, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
             for reference in done:
-                node = ray.get(reference)
-                for output in running.pop(reference).outputs:
-                    progress.add(0, output.layout.size)
-                    progress.event("file", name=output.name, bytes=output.layout.size, node=node)
+                has_zero, node = ray.get(reference)
+                task = running.pop(reference)
+                progress.add(0, sum(output.layout.size for output in task.outputs))
+                progress.done(task, has_zero, node=node)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         raise (cause if isinstance(cause, ChordError) else error) from None
@@ -63,10 +64,10 @@ def run(
             ray.cancel(reference, force=True)
 
 
-def _do(task: Task, place: str, commit: str | None, token: str | None, directory: str) -> str:
-    """One task in a Ray worker; returns the node's id."""
+def _do(task: Task, place: str, commit: str | None, token: str | None, directory: str) -> tuple[bool, str]:
+    """One task in a Ray worker; returns what ``run_task`` does, and the node's id."""
     import ray
 
     with open_source(place, commit, token) as source:
-        run_task(task, source, Path(directory), Buffers(), lambda count: None)
-    return str(ray.get_runtime_context().get_node_id())
+        has_zero = run_task(task, source, Path(directory), Buffers(), lambda count: None)
+    return has_zero, str(ray.get_runtime_context().get_node_id())

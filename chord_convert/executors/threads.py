@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from chord_convert.plan import Task
 from chord_convert.progress import Progress
@@ -42,14 +43,11 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
                 task = next(queue, None)
             if task is None:
                 return
-            run_task(task, source, directory, buffers, tick)
-            for output in task.outputs:
-                progress.event("file", name=output.name, bytes=output.layout.size, worker=number)
+            progress.done(task, run_task(task, source, directory, buffers, tick), worker=number)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
+    with _ctrl_c(stop), ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
+        futures = [pool.submit(work, number) for number in range(workers)]
         try:
-            with _ctrl_c_held():
-                futures = [pool.submit(work, number) for number in range(workers)]
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
@@ -59,13 +57,27 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
 
 
 @contextmanager
-def _ctrl_c_held() -> Iterator[None]:
-    """Ctrl-C waits until the block ends: one in the middle of starting a thread would leave it running unknown.
+def _ctrl_c(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C sets ``stop`` and is raised when the block has ended, so that it cannot cut a clean-up short.
 
-    Threads started in the block never take the signal, so that it always reaches the main thread.
+    A second Ctrl-C is raised where it comes. Only the main thread can do this; elsewhere nothing changes.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt

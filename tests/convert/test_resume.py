@@ -11,6 +11,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,14 +230,15 @@ def test_ctrl_c_leaves_nothing_half_written(larger: Path, tmp_path: Path) -> Non
     output = tmp_path / "out"
 
     class Interrupting(Progress):
-        seen = 0
+        """Sends Ctrl-C once, when the third file is finished."""
 
-        def add(self, worker: int, count: int) -> None:
+        finished = 0
+
+        def done(self, *arguments: Any, **where: Any) -> None:
             with self._lock:
-                self.seen += count
-                if self.seen > 500_000:
+                self.finished += 1
+                if self.finished == 3:
                     os.kill(os.getpid(), signal.SIGINT)
-                    self.seen = -(10**12)
 
     with pytest.raises(KeyboardInterrupt):
         run(larger, output, options(4), workers=WORKERS, progress=Interrupting())
