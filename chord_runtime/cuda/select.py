@@ -29,8 +29,8 @@ class TileConfig:
 
     tokens: int
     """Most tokens of a tile: N of the widest wgmma."""
-    step: int
-    """N is chosen for each tile in multiples of this."""
+    narrow: int
+    """N for tiles with no more rows than this; ``tokens`` where one width serves all."""
     warpgroups: int
     """Consumer warpgroups of 128 threads; one more produces."""
     blocks: int
@@ -41,6 +41,8 @@ class TileConfig:
     box: int = 0
     """Tokens of one tensor-map copy; 0 where rows are gathered."""
     producer_registers: int = 64
+    occupancy: int = 1
+    """Thread blocks a multiprocessor."""
     why: str = ""
 
     @property
@@ -64,11 +66,12 @@ class TileConfig:
         """The macros that instantiate it."""
         return {
             "CHORD_TOKENS": self.tokens,
-            "CHORD_TOKEN_STEP": self.step,
+            "CHORD_NARROW": self.narrow,
             "CHORD_WARPGROUPS": self.warpgroups,
             "CHORD_BLOCKS": self.blocks,
             "CHORD_STAGE_K": self.stage_k,
             "CHORD_STAGES": self.stages,
+            "CHORD_OCCUPANCY": self.occupancy,
             "CHORD_OUTPUT": output,
             "CHORD_PRODUCER_REGISTERS": self.producer_registers,
             "CHORD_SHARED_BYTES": self.shared_bytes(output),

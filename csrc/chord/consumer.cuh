@@ -21,27 +21,10 @@ CHORD_DEVICE void release(u32 full) {
   if (threadIdx.x % kWarp == 0) barrier_arrive(full + kStages * 8);
 }
 
-// A 64x64 weight block times the tile's tokens, by the narrowest wgmma that holds them, found by bisection. The whole
-// group sits in each branch: with the fence or the commit outside, ptxas would serialise it (C7520).
-template <int kLow, int kHigh>
-CHORD_DEVICE void multiply_block(int rows, const u32 (&a)[4][4], u32 activations, float (&sums)[kTokens / 2]) {
-  if constexpr (kLow == kHigh) {
-    constexpr int kN = kLow * kTokenStep;
-    wgmma_fence();
-    wgmma_block<kN>(reinterpret_cast<float(&)[kN / 2]>(sums), a, activations);
-    wgmma_commit();
-  } else {
-    constexpr int kMiddle = (kLow + kHigh) / 2;
-    if (rows > kMiddle * kTokenStep)
-      multiply_block<kMiddle + 1, kHigh>(rows, a, activations, sums);
-    else
-      multiply_block<kLow, kMiddle>(rows, a, activations, sums);
-  }
-}
-
-// All k of one tile, for this warpgroup's rows of the weight.
-CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int rows, int k,
-                                float (&sums)[kBlocks][kTokens / 2]) {
+// All k of one tile, for this warpgroup's rows of the weight and the first kN tokens.
+template <int kN>
+CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int k,
+                                float (&all_sums)[kBlocks][kTokens / 2]) {
   const int thread = threadIdx.x % kWarpgroup;
   const int first_block = warpgroup * kBlocks;  // of the tile; two make a strip
   const u32 all_activations = kept(shared_address(shared.activations)), full = kept(shared_address(shared.full));
@@ -53,7 +36,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) sums[block][i] = 0.0f;
+    for (int i = 0; i < kN / 2; ++i) all_sums[block][i] = 0.0f;
 
   u32 this_full = full + at.stage * 8, previous_full = 0, stage = at.stage * kWeightBytes;
   barrier_wait(this_full, at.parity);
@@ -64,25 +47,29 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
     const u32 activations = uniform(all_activations + at.stage * kActivationBytes);
     at.advance();
 #pragma unroll
-    for (int i = 0; i < kStageK; ++i) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        constexpr int kUnits = kBlocks * kStageK;
-        const int unit = i * kBlocks + block;
-        u32(&buffer)[4][4] = a[unit % 2];
-        dequantize(next, buffer);
-        multiply_block<1, kTokens / kTokenStep>(rows, buffer, activations + i * kTokens * kBlockK * 2, sums[block]);
-        if (unit + 1 < kUnits) {
-          const u32 offset = stage + (unit + 1) / kBlocks * kStripBytes + (unit + 1) % kBlocks * kBlockBytes;
-          load_codes(codes + offset, scales + offset, next);
-        } else if (left > 1) {
+    for (int unit = 0; unit < kBlocks * kStageK; ++unit) {
+      const int i = unit / kBlocks, block = unit % kBlocks;
+      u32 offset = stage + (unit + 1) / kBlocks * kStripBytes + (unit + 1) % kBlocks * kBlockBytes;
+      if (unit + 1 == kBlocks * kStageK) {
+        if (left > 1) {
           barrier_wait(full + at.stage * 8, at.parity);
           stage = at.stage * kWeightBytes;
-          load_codes(codes + stage, scales + stage, next);
         }
-        wgmma_wait<1>();
-        if (unit == 0 && previous_full) release(previous_full);  // its last wgmma has just finished
+        offset = stage;  // in the last stage a block is read once more, for nothing
       }
+      auto& buffer = a[unit % 2];
+      auto& sums = reinterpret_cast<float(&)[kN / 2]>(all_sums[block]);
+      const u32 b = activations + i * kTokens * kBlockK * 2;
+      dequantize(next, buffer);
+      wgmma_fence();
+      wgmma_step<kN>(sums, buffer, b, 0);
+      wgmma_step<kN>(sums, buffer, b, 1);
+      load_codes(codes + offset, scales + offset, next);
+      wgmma_step<kN>(sums, buffer, b, 2);
+      wgmma_step<kN>(sums, buffer, b, 3);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (unit == 0 && previous_full) release(previous_full);  // its last wgmma has just finished
     }
     previous_full = this_full;
     this_full = full + at.stage * 8;
@@ -117,7 +104,10 @@ struct Consumer {
       const bool valid = thread < tile.rows;
       const u32 fetched = valid ? rows.fetch(row) : 0;
       float sums[kBlocks][kTokens / 2];
-      multiply_tile(shared, at, warpgroup, tile.rows, k, sums);
+      if (kNarrow < kTokens && tile.rows <= kNarrow)
+        multiply_tile<kNarrow>(shared, at, warpgroup, k, sums);
+      else
+        multiply_tile<kTokens>(shared, at, warpgroup, k, sums);
       const int my_row = valid ? rows.resolve(tile, row, kept(fetched)) : -1;
       store_tile(shared, warpgroup, sums, tile.rows, first_row, my_row, row_weight, out, n);
     }

@@ -1,6 +1,6 @@
 // Registers move from the producer warpgroup to the consumers, which hold the sums.
 //
-// A launch of T threads gets 65536 / T registers a thread, rounded down to a multiple of 8, and setmaxnreg only deals
+// Launches of T threads on a multiprocessor get 65536 / T registers a thread, rounded down to a multiple of 8, and setmaxnreg only deals
 // those out again: consumers * theirs + the producer's must not exceed that pool, or the kernel hangs.
 #pragma once
 #include "chord/tile.cuh"
@@ -8,7 +8,7 @@
 namespace chord {
 
 constexpr int kThreads = kConsumers + kWarpgroup;
-constexpr int kLaunchRegisters = smaller(65536 / kThreads, 255) / 8 * 8;
+constexpr int kLaunchRegisters = smaller(65536 / kThreads / kOccupancy, 255) / 8 * 8;
 constexpr int kProducerRegisters = CHORD_PRODUCER_REGISTERS;
 constexpr int kConsumerRegisters =
     smaller(((kWarpgroups + 1) * kLaunchRegisters - kProducerRegisters) / kWarpgroups, 255) / 8 * 8;

@@ -1,7 +1,7 @@
 // Which tiles a thread block computes: a static rule, found on the device, without atomics.
 //
 // Rows come in segments: consecutive rows of one expert. A segment is cut into the fewest tiles of at most kTokens rows,
-// as equal as multiples of kTokenStep allow, times n_blocks blocks of weight rows. All tiles of all segments are
+// as equal as multiples of 8 allow, times n_blocks blocks of weight rows. All tiles of all segments are
 // numbered in order, tokens fastest, so that tiles which share weights run side by side; thread block b takes tiles b,
 // b + gridDim.x, ... A warp finds them together: it looks at 32 segments at a time, one a lane, and walks on.
 #pragma once
@@ -105,7 +105,7 @@ class TileScheduler {
     const int rows = __shfl_sync(kFullMask, mine_.rows, owner);
     const int index = tile_ - __shfl_sync(kFullMask, my_start_, owner);
     const int token_tiles = ceil_div(rows, kTokens);
-    const int tokens = round_up(ceil_div(rows, token_tiles), kTokenStep);
+    const int tokens = round_up(ceil_div(rows, token_tiles), 8);
     const int offset = index % token_tiles * tokens;
     tile.row0 = __shfl_sync(kFullMask, mine_.row0, owner) + offset;
     tile.rows = smaller(tokens, rows - offset);

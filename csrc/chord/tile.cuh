@@ -9,11 +9,12 @@
 namespace chord {
 
 constexpr int kTokens = CHORD_TOKENS;          // most tokens of a tile: wgmma's N
-constexpr int kTokenStep = CHORD_TOKEN_STEP;   // N is rounded up to this, each multiple being one instantiation
+constexpr int kNarrow = CHORD_NARROW;          // wgmma's N for tiles with no more rows than this; kTokens for one width
 constexpr int kWarpgroups = CHORD_WARPGROUPS;  // consumers
 constexpr int kBlocks = CHORD_BLOCKS;          // 64-row blocks a warpgroup
 constexpr int kStageK = CHORD_STAGE_K;         // k64 blocks a stage
 constexpr int kStages = CHORD_STAGES;
+constexpr int kOccupancy = CHORD_OCCUPANCY;  // thread blocks a multiprocessor
 
 enum Output { kPlain, kGateUp, kSwiGLU };  // rows as they are; un-interleaved to [gate | up]; silu(gate) * up
 constexpr Output kOutput = static_cast<Output>(CHORD_OUTPUT);
@@ -22,7 +23,7 @@ constexpr int kRows = kWarpgroups * kBlocks * kBlockRows;
 constexpr int kStrips = kRows / kStripRows;
 constexpr int kConsumers = kWarpgroups * kWarpgroup;
 
-static_assert(kTokens % 8 == 0 && kTokenStep % 8 == 0 && kTokens % kTokenStep == 0 && kTokens <= 128, "wgmma's N");
+static_assert(kTokens % 8 == 0 && kNarrow % 8 == 0 && 0 < kNarrow && kNarrow <= kTokens && kTokens <= 128, "wgmma's N");
 static_assert(kRows % kStripRows == 0, "whole strips");
 static_assert(kBlocks * kStageK % 2 == 0, "two register buffers take turns, chosen at compile time");
 

@@ -19,11 +19,10 @@ CHORD_DEVICE u64 activation_descriptor(u32 address, int step) {
   return kSwizzle128 | kGroupStride | (kLeadingUnused | (address >> 4) + 2 * step);
 }
 
-// A warpgroup's 64x64 weight block times the first kN tokens: four k16 steps.
+// One k16 step of a warpgroup's 64x64 weight block times the first kN tokens.
 template <int kN>
-CHORD_DEVICE void wgmma_block(float (&sums)[kN / 2], const u32 (&a)[4][4], u32 activations) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step) Wgmma<kN>::run(sums, a[step], activation_descriptor(activations, step));
+CHORD_DEVICE void wgmma_step(float (&sums)[kN / 2], const u32 (&a)[4][4], u32 activations, int step) {
+  Wgmma<kN>::run(sums, a[step], activation_descriptor(activations, step));
 }
 
 }  // namespace chord

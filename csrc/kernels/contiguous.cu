@@ -17,7 +17,7 @@ struct ContiguousRows {
   CHORD_DEVICE int resolve(const Tile& tile, int row, int expert) const { return expert == tile.expert ? row : -1; }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     chord_contiguous(const __grid_constant__ TensorMap activations, const u8* __restrict__ w,
                      const int* __restrict__ m_indices, const float* __restrict__ row_weight, u16* __restrict__ out,
                      int experts, int m, int n, int k) {

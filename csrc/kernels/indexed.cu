@@ -18,7 +18,7 @@
 
 using namespace chord;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     chord_indexed(const u16* __restrict__ x, const u8* __restrict__ w, const int* __restrict__ sorted_ids,
                   const int* __restrict__ expert_ids, const int* __restrict__ num_tokens_padded,
                   const float* __restrict__ topk_weights, u16* __restrict__ out, int experts, int num_ids, int top_k,

@@ -19,7 +19,7 @@ struct MaskedRows {
   CHORD_DEVICE int resolve(const Tile&, int row, int) const { return row; }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     chord_masked(const __grid_constant__ TensorMap activations, const u8* __restrict__ w, const int* __restrict__ masked_m,
                  const float* __restrict__ row_weight, u16* __restrict__ out, int experts, int max_m, int n, int k) {
   extern __shared__ u8 raw[];
