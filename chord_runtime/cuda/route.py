@@ -18,6 +18,13 @@ _ALIGN_TYPES = (_P,) * 8 + (_I,) * 6
 _GATHER_TYPES = (_P,) * 3 + (_I,) * 3
 _COMBINE_TYPES = (_P,) * 3 + (_I,) * 2
 
+CONFIGS: list[tuple[str, dict[str, int]]] = [
+    *(("align", {"CHORD_LAYOUT": layout, "CHORD_IDS_64": wide}) for layout in Layout for wide in (0, 1)),
+    ("gather", {}),
+    ("combine", {}),
+]
+"""Every instantiation, for compiling ahead."""
+
 
 def align(
     topk_ids: Tensor,

@@ -45,10 +45,10 @@ def detected_archs() -> list[str]:
 
 
 def instantiations(archs: Iterable[str]) -> list[Instantiation]:
-    """Everything that ``select`` can choose on these architectures."""
-    from chord_runtime.cuda import select
+    """Everything that ``select`` can choose on these architectures, and the small kernels around it."""
+    from chord_runtime.cuda import route, select
 
-    return [(name, defines, arch) for arch in archs for name, defines in select.all_configs(arch)]
+    return [(name, defines, arch) for arch in archs for name, defines in [*select.all_configs(arch), *route.CONFIGS]]
 
 
 def warm_up(work: Iterable[Instantiation], *, jobs: int | None = None, root: Path | None = None) -> Iterator[Outcome]:
