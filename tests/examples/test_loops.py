@@ -1,0 +1,80 @@
+"""custom_loop.py and ep_loop.py on the CPU: the second with several processes over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from chord_convert.cli import cli
+from tests import generators
+from tests.checkpoints import write_checkpoint
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module", params=["linear", "round_robin"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("loops")
+    source = write_checkpoint(root / "source", layers=3, experts=8, hidden=128, intermediate=64)
+    target = root / "packed"
+    done = CliRunner().invoke(cli, [str(source), "--ep", "2", "--placement", request.param, "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    return target
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
+
+
+def test_custom_loop(packed: Path) -> None:
+    whole = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "3", "--tokens", "5")
+    assert whole.returncode == 0, whole.stderr
+    assert "2 layers on cpu" in whole.stdout and "tokens/s (no graph)" in whole.stdout
+    rank = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "1", "--ep-rank", "3", "--ep-size", "4")
+    assert rank.returncode == 0, rank.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ep_loop(packed: Path, ranks: int) -> None:
+    options = ("--prefill", "19", "--decode", "3", "--steps", "1")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    done = run(*torchrun, str(EXAMPLES / "ep_loop.py"), str(packed), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("prefill", "decode"):
+        assert f"{name}: equal to one rank bit for bit in 2 layers; {ranks} ranks" in done.stdout
+    assert done.stdout.count("communication") == 2
+    held = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert len(held) == ranks
+
+
+def test_the_check_of_ep_loop_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import ep_loop
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer, _, _ = generators.layer((0, 1, 2, 3), 4)
+        x, ids, weights = generators.activations(6, 128), torch.tensor([[0, 3]] * 6), torch.rand(6, 2)
+        parallel = ep_loop.ExpertParallel(torch.zeros(4, dtype=torch.int64), 1, ep_loop.Clock(torch.device("cpu")))
+        for exchange in (parallel.decode, parallel.prefill):
+            ep_loop.check(exchange, x, layer, layer, ids, weights)
+            with pytest.raises(SystemExit, match="1 values differ"):
+                ep_loop.check(lambda *a, run=exchange: _one_off(run(*a)), x, layer, layer, ids, weights)
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_off(result: torch.Tensor) -> torch.Tensor:
+    result[2, 7] += result.abs().max()
+    return result
