@@ -157,7 +157,7 @@ def main() -> None:
         error.show()
         sys.exit(USAGE)
     except (KeyboardInterrupt, click.Abort):
-        click.echo(f"\nStopped. {_GO_ON}", err=True)
+        click.echo(f"Stopped. {_GO_ON}", err=True)
         sys.exit(INTERRUPTED)
     except UsageError as error:
         click.echo(f"error: {error}", err=True)

@@ -29,3 +29,9 @@ def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("packed") / "out"
     run(model, output)
     return output
+
+
+@pytest.fixture(scope="session")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes long enough to be killed in the middle: 20 files of experts."""
+    return write_checkpoint(tmp_path_factory.mktemp("larger") / "model", layers=6, experts=16, hidden=512)

@@ -45,12 +45,6 @@ def start(model: Path, output: Path) -> multiprocessing.process.BaseProcess:
     return process
 
 
-@pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that takes long enough to be killed in the middle: 20 files of experts."""
-    return write_checkpoint(tmp_path_factory.mktemp("larger") / "model", layers=6, experts=16, hidden=512)
-
-
 def finished_files(directory: Path) -> dict[str, int]:
     """Inode of every file that has its final name."""
     return {path.name: path.stat().st_ino for path in directory.glob("*.safetensors")}

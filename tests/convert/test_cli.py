@@ -1,0 +1,161 @@
+"""The command itself: exit codes, one line for an error, output for machines, full-size memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from chord_convert.against import compare
+from chord_convert.bench import write_layers
+from chord_convert.cli import _parse_ranks
+from chord_runtime.errors import UsageError
+from chord_runtime.format.layout import MANIFEST
+from tests.checkpoints import write_checkpoint
+from tests.convert.helpers import snapshot
+
+COMMAND = [sys.executable, "-c", "from chord_convert.cli import main; main()"]
+
+
+def convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_conversion(model: Path, packed: Path, tmp_path: Path) -> None:
+    result = convert(model, "--ep", "2", "-o", tmp_path / "out")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "finished" in result.stdout
+    assert snapshot(tmp_path / "out") == snapshot(packed)
+
+
+def test_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
+    result = convert(model, "--ep", "2", "--tp", "2", "-o", tmp_path / "out", "--dry-run", "--json")
+    plan = json.loads(result.stdout)
+    assert plan["packing"]["tp_size"] == 2
+    assert plan["free_bytes"] > 0
+    assert not (tmp_path / "out").exists()
+    assert "ep 2 × tp 2" in convert(model, "--ep", "2", "--tp", "2", "--dry-run").stdout
+
+
+def test_logs_for_machines(model: Path, tmp_path: Path) -> None:
+    result = convert(model, "--ep", "2", "-o", tmp_path / "out", "--log-json", "--json")
+    events = [json.loads(line) for line in result.stderr.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert kinds.count("file") == 5
+    assert json.loads(result.stdout)["missing"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "error: say how the experts will be divided"),
+        (["--ep", "3"], 2, "error: --ep 3 does not divide 8 experts"),
+        (["--ep", "0"], 2, "Invalid value for '--ep'"),
+        (["--ep", "2", "--mode", "sideways"], 2, "Invalid value for '--mode'"),
+        (["--ep", "2", "--ranks", "5"], 2, "error: --ranks 5: with --ep 2 ranks are 0..1"),
+        (["--ep", "2", "--ranks", "1-0"], 2, "error: --ranks 1-0"),
+        (["--ep", "2", "--part", "2/2"], 2, "error: --part"),
+        (["--ep", "2", "--address", "auto"], 2, "error: --address goes with --executor ray"),
+        (["--unknown"], 2, "No such option"),
+    ],
+)
+def test_wrong_usage(model: Path, tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    result = convert(model, "-o", tmp_path / "out", *arguments)
+    assert (result.returncode, message in result.stderr) == (code, True), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 128
+    (model / "config.json").write_text(json.dumps(config))
+    result = convert(model, "--ep", "2", "-o", tmp_path / "out")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert "group_size" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_neither_directory_nor_hub_id(tmp_path: Path) -> None:
+    result = convert("no/such/model", "--ep", "2", "-o", tmp_path / "out")
+    assert result.returncode == 2
+    assert "neither a directory nor a Hub id" in result.stderr
+
+
+def test_ctrl_c(larger: Path, tmp_path: Path) -> None:
+    model, output = larger, tmp_path / "out"
+    command = [*COMMAND, str(model), "--ep", "8", "-o", str(output)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    while not list(output.glob("*.safetensors")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "\nStopped. Finished files are kept; the same command goes on from there.\n"
+    assert not list(output.glob("*.tmp"))
+    assert not (output / MANIFEST).exists()
+    assert convert(model, "--ep", "8", "-o", output).returncode == 0
+
+
+def test_unfinished_is_told_from_failed(model: Path, tmp_path: Path) -> None:
+    """A directory in place of a file that is to be written: an error in the middle, and gone on from afterwards."""
+    blocked = tmp_path / "out" / "shared-00000.safetensors.tmp"
+    blocked.mkdir(parents=True)
+    result = convert(model, "--ep", "2", "-o", tmp_path / "out")
+    assert result.returncode == 1
+    blocked.rmdir()
+    assert convert(model, "--ep", "2", "-o", tmp_path / "out", "--part", "1/2").returncode == 0
+    blocked.mkdir()
+    result = convert(model, "--ep", "2", "-o", tmp_path / "out", "--part", "0/2")
+    assert result.returncode == 3
+    assert "the same command goes on" in result.stderr
+    blocked.rmdir()
+    assert convert(model, "--ep", "2", "-o", tmp_path / "out", "--part", "0/2").returncode == 0
+    assert (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_help_is_quick_and_has_examples() -> None:
+    result = convert("--help")
+    assert "chord-convert moonshotai/Kimi-K2-Thinking --ep 8 --dry-run" in result.stdout
+    assert "Exit codes" in result.stdout
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("0", (0,)), ("0,3-5", (0, 3, 4, 5)), ("2-3,1,2", (1, 2, 3))])
+def test_ranks(text: str, ranks: tuple[int, ...]) -> None:
+    assert _parse_ranks(text) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3-1", "1,,2"])
+def test_ranks_that_cannot_be(text: str) -> None:
+    with pytest.raises(UsageError, match="--ranks"):
+        _parse_ranks(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 8])
+def test_memory_stays_below_a_gigabyte_at_full_size(tmp_path: Path, tp: int) -> None:
+    """Four workers on experts of full size; and what they write is the source, bit for bit."""
+    write_layers(tmp_path / "model", layers=2, experts=8)
+    command = [*COMMAND, str(tmp_path / "model"), "--ep", "4", "--tp", str(tp), "--workers", "4"]
+    peak = peak_kilobytes([*command, "-o", str(tmp_path / "out")])
+    assert peak < 1 << 20
+    assert peak < 500_000, "far more than the buffers need"
+    assert compare(tmp_path / "out", str(tmp_path / "model")).findings == ()
+
+
+def peak_kilobytes(command: list[str]) -> int:
+    """Peak resident memory of a command, in KiB."""
+    process = os.posix_spawn(command[0], command, dict(os.environ))
+    _, status, usage = os.wait4(process, 0)
+    assert status == 0
+    return usage.ru_maxrss

@@ -1,0 +1,141 @@
+"""chord verify and chord inspect: what was altered is named, file by file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from chord_convert.against import compare
+from chord_runtime.cli import cli
+from chord_runtime.errors import ChordError, FormatError
+from chord_runtime.format.layout import MANIFEST
+from chord_runtime.verify import verify
+from tests.checkpoints import write_checkpoint
+from tests.convert.helpers import options, run
+
+EXPERTS = "experts-layer001-ep001of002-tp00of01-00.safetensors"
+SHARED = "shared-00000.safetensors"
+
+
+def chord(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def copy(packed: Path, tmp_path: Path) -> Path:
+    shutil.copytree(packed, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def flip(file: str, at: int) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        with (directory / file).open("r+b") as opened:
+            opened.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+            byte = opened.read(1)[0]
+            opened.seek(-1, os.SEEK_CUR)
+            opened.write(bytes([byte ^ 1]))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "file", "message"),
+    [
+        (flip(EXPERTS, -1), EXPERTS, "experts.7.down_proj.weight_packed: altered: XXH3-128"),
+        (flip(EXPERTS, 4096 * 4), EXPERTS, "altered: XXH3-128"),
+        (flip(SHARED, -1), SHARED, "altered: XXH3-128"),
+        (flip(EXPERTS, 30), EXPERTS, "header"),
+        (flip("tokenizer.json", 3), "tokenizer.json", "altered"),
+        (flip("config.json", 3), "config.json", "altered"),
+        (lambda d: os.truncate(d / EXPERTS, 60_000), EXPERTS, "60000 bytes where its header describes"),
+        (lambda d: os.truncate(d / EXPERTS, 5), EXPERTS, "5 bytes"),
+        (lambda d: (d / EXPERTS).unlink(), EXPERTS, "missing"),
+        (lambda d: (d / EXPERTS).unlink(), EXPERTS, r"experts 4 to 7 (4) are in no valid file"),
+        (lambda d: (d / "LICENSE").unlink(), "LICENSE", "missing"),
+        (lambda d: (d / "extra.safetensors").touch(), "extra.safetensors", "surplus"),
+        (
+            lambda d: shutil.copy(d / EXPERTS.replace("ep001", "ep000"), d / EXPERTS),
+            EXPERTS,
+            "the header is not the one that the manifest records",
+        ),
+    ],
+)
+def test_what_was_altered_is_named(copy: Path, change: Callable[[Path], None], file: str, message: str) -> None:
+    change(copy)
+    findings = verify(copy).findings
+    assert any(finding.file == file and message in finding.problem for finding in findings), findings
+    assert {finding.file for finding in findings} == {file}
+    result = chord("verify", str(copy))
+    assert result.exit_code == 1
+    assert file in result.output
+
+
+def test_a_good_directory(packed: Path, model: Path) -> None:
+    result = chord("verify", str(packed), "--against", str(model))
+    assert result.exit_code == 0, result.output
+    assert "every byte is as written" in result.output
+    assert "unpacked" in result.output
+    data = json.loads(chord("verify", str(packed), "--json").stdout)
+    sizes = sum(path.stat().st_size for path in packed.iterdir() if path.name != MANIFEST)
+    assert data["checksums"]["checked_bytes"] == sizes
+
+
+@pytest.mark.parametrize("kind", ["weight_packed", "weight_scale"])
+@pytest.mark.parametrize("module", ["gate_proj", "up_proj", "down_proj"])
+def test_one_bit_of_the_source_is_seen(packed: Path, tmp_path: Path, kind: str, module: str) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    assert compare(packed, str(model)).findings == ()
+    file = sorted(model.glob("model-*"))[2]
+    tensors = load_file(file)
+    name = f"model.layers.2.mlp.experts.5.{module}.{kind}"
+    tensors[name].view(-1).view(torch.int16)[-1] ^= 1
+    save_file(tensors, file)
+    (finding,) = compare(packed, str(model)).findings
+    assert finding.file == "experts-layer002-ep001of002-tp00of01-00.safetensors"
+    assert f"experts.5.{module}" in finding.problem
+
+
+def test_other_tensors_are_compared(packed: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    file = sorted(model.glob("model-*"))[0]
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"][1, 1] += 1
+    save_file(tensors, file)
+    (finding,) = compare(packed, str(model)).findings
+    assert finding.file == SHARED
+    assert "model.layers.0.mlp.up_proj.weight: differs" in finding.problem
+
+
+def test_against_another_model(packed: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", experts=16)
+    with pytest.raises(FormatError, match="it is not this directory's source"):
+        compare(packed, str(other))
+
+
+def test_unfinished_and_foreign_directories(copy: Path, tmp_path: Path) -> None:
+    (copy / MANIFEST).unlink()
+    for command in ("verify", "inspect"):
+        error = chord(command, str(copy)).exception
+        assert isinstance(error, ChordError)
+        assert "conversion has not finished" in str(error)
+
+
+def test_inspect(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "out", options(4, 2, ranks=(0, 2)))
+    text = chord("inspect", str(tmp_path / "out")).output
+    for part in ("ep 4 × tp 2, linear", "8 experts each", "contiguous, masked, indexed", "model, commit not known"):
+        assert part in text
+    data = json.loads(chord("inspect", str(tmp_path / "out"), "--json").stdout)
+    assert [(rank["ep_rank"], rank["tp_rank"], rank["experts"]) for rank in data["ranks"]] == [
+        (0, 0, [0, 1]), (0, 1, [0, 1]), (2, 0, [4, 5]), (2, 1, [4, 5])
+    ]  # fmt: skip
+    assert data["expert_bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("experts-*"))
+    assert data["expert_bytes"] == sum(rank["bytes"] for rank in data["ranks"])
