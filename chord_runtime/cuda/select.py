@@ -1,18 +1,20 @@
 """Which tile a call uses: a few rules from (mode, weight shape, experts, rows per expert, architecture), and why.
 
-Nothing here touches a device. ``choose`` is called once for each distinct (mode, shape, rows bucket); ``explain`` prints
-what it chooses, ``all_configs`` lists every instantiation it can choose, for compiling ahead. For experiments a tile can
-be passed to the functions of :mod:`chord_runtime.cuda.launch`, or fields of every chosen tile overridden with
+Nothing here touches a device. ``choose`` is called once for each distinct mode, shape and rows; ``explain`` prints
+what it chooses, ``all_configs`` lists every instantiation it can choose, for compiling ahead. For experiments a tile
+can be passed to the functions of :mod:`chord_runtime.cuda.launch`, or fields of every chosen tile overridden with
 ``CHORD_TILE=tokens=64,stages=5``.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from chord_runtime.errors import UsageError
-from chord_runtime.format.block import BLOCK_BYTES, BLOCK_K, BLOCK_ROWS, STRIP_ROWS
+from chord_runtime.format.block import BLOCK_BYTES, BLOCK_K, BLOCK_ROWS
 
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that one thread block may use on Hopper."""
@@ -21,6 +23,11 @@ PLAIN, GATE_UP, SWIGLU = 0, 1, 2
 """What the epilogue stores: ``CHORD_OUTPUT`` of csrc/chord/tile.cuh."""
 
 MODES = ("contiguous", "masked", "indexed")
+
+RUN_ROWS = 128
+"""Contiguous runs start at multiples of this; ``kRunRows`` of csrc/kernels/contiguous.cu."""
+
+_HOPPER = "sm_90a"
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class TileConfig:
     box: int = 0
     """Tokens of one tensor-map copy; 0 where rows are gathered."""
     producer_registers: int = 64
+    lag: int = 0
+    """Stages that a gathering producer starts before it waits for the oldest; 0 where nothing is gathered."""
     occupancy: int = 1
     """Thread blocks a multiprocessor."""
     why: str = ""
@@ -75,5 +84,162 @@ class TileConfig:
             "CHORD_OUTPUT": output,
             "CHORD_PRODUCER_REGISTERS": self.producer_registers,
             "CHORD_SHARED_BYTES": self.shared_bytes(output),
-            **({"CHORD_BOX": self.box} if self.box else {}),
+            **({"CHORD_LAG": self.lag} if self.lag else {"CHORD_BOX": self.box}),
         }
+
+
+def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: int = 132) -> TileConfig:
+    """The tile of a call.
+
+    Args:
+        mode: ``contiguous``, ``masked`` or ``indexed``.
+        n, k, experts: shape of the weight.
+        rows: rows an expert has on average, as far as the host knows.
+        arch: NVRTC target of the device.
+        sms: its multiprocessors.
+
+    Raises:
+        UsageError: ``CHORD_TILE`` names no field of a tile, or a value that is not an integer.
+    """
+    rows = max(rows, 1)
+    if arch != _HOPPER:
+        chosen = TileConfig(16, 16, 1, 2, 1, 2, box=16, why="no wgmma: mma.sync, weights read once for 16 rows")
+    elif mode == "contiguous":
+        chosen = _prefill(128, 128, RUN_ROWS, "runs are 128 rows: one full-width wgmma, no narrower loop")
+    elif mode == "masked":
+        chosen = _masked(n, experts, rows, sms)
+    else:
+        chosen = _indexed(n, experts, rows, sms)
+    return _overridden(_fit(chosen, k))
+
+
+def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
+    if rows <= 8:
+        return _decode(8, 8, n, experts, sms, gathered=False)
+    if rows <= 32:
+        tokens = 16 if rows <= 16 else 32
+        return _decode(tokens, tokens // 2, n, experts, sms, gathered=False)
+    if rows <= 64:
+        why = "four warpgroups of one block: their sums and two widths fit, and 256 rows share the activations"
+        return TileConfig(64, 32, 4, 1, 2, 0, box=64, producer_registers=32, why=why)
+    return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
+
+
+def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
+    most = rows + 2 * math.isqrt(rows)  # routing scatters: about as many as the busier experts have
+    if most <= 16:
+        return _decode(16, 8, n, experts, sms, gathered=True)
+    if most <= 32:
+        return _decode(32, 32, n, experts, sms, gathered=True)
+    if most <= 64:
+        why = "N holds the busier experts; a second width does not fit beside the gathering warps' registers"
+        return TileConfig(_up(most), _up(most), 4, 1, 2, 0, lag=_LAG, producer_registers=64, why=why)
+    # Runs are cut into equal tiles: choose N for that cut, with 1.5 standard deviations to spare, and N - 8 beside it.
+    busy = rows + 3 * math.isqrt(rows) // 2
+    tokens = _up(-(-busy // -(-busy // 128)))
+    return _prefill(tokens, max(tokens - 8, 8), 0, f"runs of about {rows} rows are cut into equal tiles: N fits those, or N - 8")
+
+
+def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, gathered: bool) -> TileConfig:
+    """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
+    registers = {4: 64 if gathered else 32, 3: 64 if gathered else 40}
+    # Rows of the weight on the busiest multiprocessor; the fewer, the less the last wave leaves idle.
+    load = {wg: -(-experts * -(-n // (wg * 128)) // sms) * wg for wg in (4, 3)}
+    warpgroups = min(load, key=lambda wg: load[wg])
+    why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
+    lag = _LAG if gathered else 0
+    box = 0 if gathered else tokens
+    return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, registers[warpgroups], lag, why=why)
+
+
+def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
+    """Tensor cores bound: two warpgroups of two blocks, 256 rows, as many tokens as their registers hold."""
+    gathered = box == 0
+    registers = 88 if gathered else 72
+    return TileConfig(tokens, narrow, 2, 2, 1, 0, box, registers, _LAG if gathered else 0, why=why)
+
+
+_LAG = 2
+
+
+def _fit(tile: TileConfig, k: int) -> TileConfig:
+    """As many stages as shared memory holds, of a depth that divides K."""
+    if k // BLOCK_K % tile.stage_k:
+        # Two register buffers take turns: one block a warpgroup needs an even number of k64 blocks a stage.
+        warpgroups = tile.warpgroups if tile.blocks == 2 else tile.warpgroups // 2
+        registers = 72 if warpgroups == 2 else tile.producer_registers
+        tile = replace(tile, stage_k=1, blocks=2, warpgroups=warpgroups, producer_registers=registers)
+    if tile.stages:
+        return tile
+    stages = _MOST_STAGES
+    while replace(tile, stages=stages).shared_bytes(PLAIN) > SHARED_LIMIT // tile.occupancy:
+        stages -= 1
+    return replace(tile, stages=stages)
+
+
+_MOST_STAGES = 10
+
+
+def _up(rows: int) -> int:
+    return -(-rows // 8) * 8
+
+
+def _overridden(tile: TileConfig) -> TileConfig:
+    text = os.environ.get("CHORD_TILE", "")
+    if not text:
+        return tile
+    names = {f.name for f in fields(TileConfig)} - {"why"}
+    values: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        if name.strip() not in names or not value.strip().isdigit():
+            raise UsageError(f"CHORD_TILE: {item!r} is not NAME=INTEGER with one of {', '.join(sorted(names))}")
+        values[name.strip()] = int(value)
+    return replace(tile, why="overridden by CHORD_TILE", **values)
+
+
+def instantiation(mode: str, tile: TileConfig, output: int, arch: str) -> tuple[str, dict[str, int]]:
+    """The kernel's name and its macros."""
+    if arch == _HOPPER:
+        return mode, tile.defines(output)
+    return "portable", {**tile.defines(output), "CHORD_MODE": MODES.index(mode)}
+
+
+# Kimi K2.x experts: (n, k, experts, is gate_up). EP8, EP16, EP32; TP4, TP8, TP16 over all 384.
+SHAPES = (
+    *((n, k, 384 // ep, n == 4096) for ep in (8, 16, 32) for n, k in ((4096, 7168), (7168, 2048))),
+    *((n, k, 384, k == 7168) for tp in (4, 8, 16) for n, k in ((4096 // tp, 7168), (7168, 2048 // tp))),
+)
+ROWS = (1, 4, 8, 16, 24, 32, 43, 64, 86, 128, 171, 256, 341, 512)
+"""Rows per expert that ``all_configs`` and ``explain`` walk through."""
+
+
+def all_configs(arch: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Every instantiation that ``choose`` returns for Kimi's shapes at ``ROWS`` rows per expert, each once."""
+    seen = set()
+    for mode in MODES:
+        for n, k, experts, gate_up in SHAPES:
+            for rows in ROWS:
+                tile = choose(mode, n, k, experts, rows, arch)
+                for output in (GATE_UP, SWIGLU) if gate_up else (PLAIN,):
+                    name, defines = instantiation(mode, tile, output, arch)
+                    key = (name, tuple(sorted(defines.items())))
+                    if key not in seen:
+                        seen.add(key)
+                        yield name, defines
+
+
+def explain(arch: str = _HOPPER) -> str:
+    """What ``choose`` returns for Kimi's EP8 and TP8 shapes, as a table."""
+    lines = [f"{'mode':<11}{'N':>5}{'K':>6}{'experts':>8}{'rows':>5}  {'tile':<44}why"]
+    for mode in MODES:
+        for n, k, experts, _ in (SHAPES[0], SHAPES[1], SHAPES[8], SHAPES[9]):
+            before = None
+            for rows in ROWS:
+                tile = choose(mode, n, k, experts, rows, arch)
+                if tile != before:
+                    shape = f"{tile.tokens}|{tile.narrow} tokens x {tile.rows} rows, "
+                    shape += f"{tile.stages} stages of {tile.stage_k * BLOCK_K} k"
+                    lines.append(f"{mode:<11}{n:>5}{k:>6}{experts:>8}{rows:>5}  {shape:<44}{tile.why}")
+                before = tile
+    return "\n".join(lines)

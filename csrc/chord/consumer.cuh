@@ -40,7 +40,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
 
   u32 this_full = full + at.stage * 8, previous_full = 0, stage = at.stage * kWeightBytes;
   barrier_wait(this_full, at.parity);
-  load_codes(codes + stage, scales + stage, next);
+  next.load(codes + stage, scales + stage);
   int left = k / (kBlockK * kStageK);
 #pragma unroll 1
   do {
@@ -64,7 +64,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
       wgmma_fence();
       wgmma_step<kN>(sums, buffer, b, 0);
       wgmma_step<kN>(sums, buffer, b, 1);
-      load_codes(codes + offset, scales + offset, next);
+      next.load(codes + offset, scales + offset);
       wgmma_step<kN>(sums, buffer, b, 2);
       wgmma_step<kN>(sums, buffer, b, 3);
       wgmma_commit();
@@ -78,8 +78,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
   release(previous_full);
 }
 
-// Rows maps a row of the mode's order to its output row, or to -1, in two steps: fetch(row) reads what it takes before
-// the main loop, resolve(tile, row, fetched) uses it after.
+// Rows: how the mode's rows map to output rows (chord/rows.cuh).
 template <class Rows>
 struct Consumer {
   Shared& shared;

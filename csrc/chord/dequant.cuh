@@ -47,27 +47,29 @@ CHORD_DEVICE u32 offsets_of(u32 scales) { return multiply_bf16x2(scales, 0x80808
 struct Codes {
   u32 bits[4][4];
   uint2 scales;
-};
 
-CHORD_DEVICE void isolate(u32 word, u32 (&bits)[4]) {
-  const u32 upper = word >> 8;
-  bits[0] = word & 0x000F000Fu;
-  bits[1] = word & 0x00F000F0u;
-  bits[2] = upper & 0x000F000Fu;
-  bits[3] = upper & 0x00F000F0u;
-}
-CHORD_DEVICE void load_codes(u32 codes, u32 scales, Codes& to) {
-  const uint4 words = load_shared_16(codes);
-  to.scales = load_shared_8(scales);
-  isolate(words.x, to.bits[0]);
-  isolate(words.y, to.bits[1]);
-  isolate(words.z, to.bits[2]);
-  isolate(words.w, to.bits[3]);
+  CHORD_DEVICE void set(uint4 words, uint2 s) {
+    isolate(words.x, bits[0]);
+    isolate(words.y, bits[1]);
+    isolate(words.z, bits[2]);
+    isolate(words.w, bits[3]);
+    scales = s;
+  }
+  CHORD_DEVICE void load(u32 codes_at, u32 scales_at) {  // from shared memory
+    set(load_shared_16(codes_at), load_shared_8(scales_at));
 #pragma unroll
-  for (int step = 0; step < 4; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(to.bits[step][i]));  // here, not after the next wait
-}
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(bits[i / 4][i % 4]));  // isolated here, not after the next wait
+  }
+
+ private:
+  static CHORD_DEVICE void isolate(u32 word, u32 (&to)[4]) {
+    const u32 upper = word >> 8;
+    to[0] = word & 0x000F000Fu;
+    to[1] = word & 0x00F000F0u;
+    to[2] = upper & 0x000F000Fu;
+    to[3] = upper & 0x00F000F0u;
+  }
+};
 
 // The lane's A registers of the block: rows r in a[..][0] and [2], rows r+8 in [1] and [3].
 CHORD_DEVICE void dequantize(const Codes& from, u32 (&a)[4][4]) {

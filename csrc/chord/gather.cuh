@@ -3,30 +3,22 @@
 // Bulk copies cannot gather: a tensor map brings one row for about 55 clocks of issue (measured), 100 times too slow. So
 // four warps copy 16 bytes a lane, eight lanes a row of 128 B, straight into the swizzled layout. cp.async belongs to the
 // generic proxy: its data may be handed to wgmma only after the copies have landed and the writer has fenced. Waiting for
-// each stage in turn would leave no copies in flight, so a stage is handed over kLag stages after it was started.
+// each stage in turn would leave no copies in flight, so a stage is handed over when kLag - 1 more have been started.
 #pragma once
 #include "chord/barrier.cuh"
 #include "chord/producer.cuh"
+#include "chord/rows.cuh"
 #include "chord/scheduler.cuh"
 
 namespace chord {
 
-// A consumer frees a stage only once it holds the next: with more than kStages - 2 stages held back, the ring would lock.
-constexpr int kLag = kStages - 2;
-
-// Routed indices: row id / top_k of x goes in, row id of out comes out. Anything outside 0..num_ids-1 is padding.
-struct RoutedRows {
-  const int* sorted_ids;
-  int num_ids, top_k;
-  CHORD_DEVICE bool valid(int id) const { return u32(id) < u32(num_ids); }
-  CHORD_DEVICE int fetch(int row) const { return sorted_ids[row]; }
-  CHORD_DEVICE int resolve(const Tile&, int, int id) const { return valid(id) ? id : -1; }
-};
+constexpr int kLag = CHORD_LAG;
+// A consumer frees a stage only once it holds the next: with more stages held back, the ring would lock.
+static_assert(1 <= kLag && kLag <= kStages - 2, "kLag");
 
 template <class Scheduler>
 CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
                                    int k) {
-  static_assert(kLag >= 1, "at least three stages");
   constexpr int kSlots = ceil_div(kTokens, kWarp);       // ids a lane reads
   constexpr int kCopies = ceil_div(kTokens, 16);         // rows a lane copies from: 16 are copied at a time
   const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id();

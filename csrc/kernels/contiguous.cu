@@ -5,17 +5,12 @@
 #include "chord/consumer.cuh"
 #include "chord/producer.cuh"
 #include "chord/registers.cuh"
+#include "chord/rows.cuh"
 #include "chord/scheduler.cuh"
 
 using namespace chord;
 
 constexpr int kRunRows = 128;
-
-struct ContiguousRows {
-  const int* m_indices;
-  CHORD_DEVICE int fetch(int row) const { return m_indices[row]; }
-  CHORD_DEVICE int resolve(const Tile& tile, int row, int expert) const { return expert == tile.expert ? row : -1; }
-};
 
 extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     chord_contiguous(const __grid_constant__ TensorMap activations, const u8* __restrict__ w,

@@ -14,6 +14,7 @@
 #include "chord/consumer.cuh"
 #include "chord/gather.cuh"
 #include "chord/registers.cuh"
+#include "chord/rows.cuh"
 #include "chord/scheduler.cuh"
 
 using namespace chord;

@@ -10,14 +10,10 @@
 #include "chord/consumer.cuh"
 #include "chord/producer.cuh"
 #include "chord/registers.cuh"
+#include "chord/rows.cuh"
 #include "chord/scheduler.cuh"
 
 using namespace chord;
-
-struct MaskedRows {
-  CHORD_DEVICE int fetch(int) const { return 0; }
-  CHORD_DEVICE int resolve(const Tile&, int row, int) const { return row; }
-};
 
 extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     chord_masked(const __grid_constant__ TensorMap activations, const u8* __restrict__ w, const int* __restrict__ masked_m,

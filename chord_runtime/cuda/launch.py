@@ -1,0 +1,292 @@
+"""The CUDA side of the three operators: from tensors to one kernel launch, without reading or waiting for the device.
+
+What a shape needs (tile, compiled kernel, its handle on the device) is resolved at its first call and then found in a
+dictionary; a call after that compiles and allocates nothing. Calls can be captured in CUDA graphs; the first one of a shape
+compiles, so make it before capturing where you can (it also works inside a capture). Any number of devices, streams
+and threads may call at once: handles are immutable, and kernels keep no state between launches.
+
+The functions take what the operators take (:mod:`chord_runtime.ops.library`) and assume what
+:mod:`chord_runtime.ops.api` has checked; what would corrupt memory or crash the device is checked here again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from chord_runtime.cuda import select
+from chord_runtime.cuda.compile import arch_of, compile_kernel
+from chord_runtime.cuda.select import TileConfig
+from chord_runtime.errors import KernelError, UsageError
+from chord_runtime.format.block import BLOCK_K, STRIP_ROWS, packed_bytes
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+_CACHE_LIMIT = 4096
+
+_TILED_TYPES = (None, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT)
+_GATHER_TYPES = (_POINTER,) * 7 + (_INT,) * 6
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation, loaded on one device, with all that its launches have in common."""
+
+    name: str
+    tile: TileConfig
+    device: int
+    function: Any
+    grid: int
+    shared_bytes: int
+    configs: dict[int, Any] = field(default_factory=dict, compare=False)  # by stream
+
+    def launch(self, arguments: tuple[Any, ...], types: tuple[Any, ...]) -> None:
+        """Launch on the device's current PyTorch stream."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        config = self.configs.get(stream)
+        if config is None:
+            config = self._config(stream)
+        if torch._C._cuda_getDevice() != self.device:
+            with torch.cuda.device(self.device):
+                status = driver.cuLaunchKernelEx(config, self.function, (arguments, types), 0)[0]
+        else:
+            status = driver.cuLaunchKernelEx(config, self.function, (arguments, types), 0)[0]
+            if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                torch._C._cuda_setDevice(self.device)
+                status = driver.cuLaunchKernelEx(config, self.function, (arguments, types), 0)[0]
+        if status:
+            raise KernelError(f"launching kernel {self.name} on cuda:{self.device} failed: {status.name}")
+
+    def _config(self, stream: int) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.tile.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = stream
+        if self.name != "portable":  # the Hopper kernels wait for the kernel before by themselves
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+        if len(self.configs) >= _CACHE_LIMIT:
+            self.configs.clear()
+        self.configs[stream] = config
+        return config
+
+
+_plans: dict[tuple[Any, ...], Kernel] = {}
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+_tensor_maps: dict[tuple[int, ...], Any] = {}
+_lock = threading.Lock()
+
+
+def contiguous(
+    a: Tensor,
+    w: Tensor,
+    m_indices: Tensor,
+    row_weight: Tensor | None,
+    out: Tensor,
+    n: int,
+    gate_up: bool,
+    swiglu: bool,
+    *,
+    tile: TileConfig | None = None,
+) -> None:
+    """Rows sorted by expert in runs that start at multiples of 128 rows; ``tile`` overrides selection."""
+    m, k = a.shape
+    experts = w.shape[0]
+    if not m:
+        return
+    kernel = _kernel("contiguous", a, w, n, k, m // max(experts, 1), gate_up, swiglu, tile)
+    weight = 0 if row_weight is None else row_weight.data_ptr()
+    pointers = (w.data_ptr(), m_indices.data_ptr(), weight, out.data_ptr())
+    if kernel.name == "portable":
+        _launch_portable(kernel, a, pointers, 0, 0, experts, m, 1, select.RUN_ROWS, n, k)
+    else:
+        activations = _tensor_map(kernel.tile, a.data_ptr(), m, k)
+        kernel.launch((activations, *pointers, experts, m, n, k), _TILED_TYPES)
+
+
+def masked(
+    a: Tensor,
+    w: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    row_weight: Tensor | None,
+    out: Tensor,
+    n: int,
+    gate_up: bool,
+    swiglu: bool,
+    *,
+    tile: TileConfig | None = None,
+) -> None:
+    """``max_m`` rows for each expert, the first ``masked_m`` valid; ``tile`` overrides selection."""
+    experts, k = w.shape[0], a.shape[-1]
+    rows = out.shape[0]
+    if not rows:
+        return
+    max_m = rows // experts
+    kernel = _kernel("masked", a, w, n, k, max(1, min(expected_m, max_m)), gate_up, swiglu, tile)
+    weight = 0 if row_weight is None else row_weight.data_ptr()
+    pointers = (w.data_ptr(), masked_m.data_ptr(), weight, out.data_ptr())
+    if kernel.name == "portable":
+        _launch_portable(kernel, a, pointers, 0, 0, experts, rows, 1, select.RUN_ROWS, n, k)
+    else:
+        activations = _tensor_map(kernel.tile, a.data_ptr(), rows, k)
+        kernel.launch((activations, *pointers, experts, max_m, n, k), _TILED_TYPES)
+
+
+def indexed(
+    x: Tensor,
+    w: Tensor,
+    sorted_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_padded: Tensor,
+    top_k: int,
+    block_size: int,
+    topk_weights: Tensor | None,
+    out: Tensor,
+    n: int,
+    gate_up: bool,
+    swiglu: bool,
+    *,
+    tile: TileConfig | None = None,
+) -> None:
+    """Rows gathered by ``moe_align_block_size``'s buffers; ``tile`` overrides selection."""
+    tokens, k = x.shape
+    experts = w.shape[0]
+    rows = tokens * top_k
+    if not rows:
+        return
+    kernel = _kernel("indexed", x, w, n, k, -(-rows // experts), gate_up, swiglu, tile)
+    weight = 0 if topk_weights is None else topk_weights.data_ptr()
+    if kernel.name == "portable":
+        pointers = (w.data_ptr(), sorted_ids.data_ptr(), weight, out.data_ptr())
+        blocks, used = expert_ids.data_ptr(), num_tokens_padded.data_ptr()
+        _launch_portable(kernel, x, pointers, blocks, used, experts, rows, top_k, block_size, n, k)
+        return
+    kernel.launch(
+        (
+            x.data_ptr(), w.data_ptr(), sorted_ids.data_ptr(), expert_ids.data_ptr(), num_tokens_padded.data_ptr(),
+            weight, out.data_ptr(), experts, rows, top_k, block_size, n, k,
+        ),
+        _GATHER_TYPES,
+    )  # fmt: skip
+
+
+def _launch_portable(
+    kernel: Kernel,
+    x: Tensor,
+    pointers: tuple[int, int, int, int],
+    expert_ids: int,
+    num_tokens_padded: int,
+    *integers: int,
+) -> None:
+    w, routing, weight, out = pointers
+    arguments = (x.data_ptr(), w, routing, expert_ids, num_tokens_padded, weight, out, *integers)
+    kernel.launch(arguments, _GATHER_TYPES)
+
+
+def _kernel(
+    mode: str, x: Tensor, w: Tensor, n: int, k: int, rows: int, gate_up: bool, swiglu: bool, tile: TileConfig | None
+) -> Kernel:
+    """The kernel for a call; ``rows`` is the number of rows an expert has on average, as far as the host knows."""
+    if (x.data_ptr() | w.data_ptr()) & 15:
+        raise UsageError(
+            f"activations and weight must start at multiples of 16 bytes; they are at {x.data_ptr():#x} and "
+            f"{w.data_ptr():#x}: pass tensors that do not start inside another one, or copies of them"
+        )
+    key = (mode, x.get_device(), w.shape, n, k, rows, gate_up, swiglu, tile)
+    found = _plans.get(key)
+    return _resolve(key) if found is None else found
+
+
+def _resolve(key: tuple[Any, ...]) -> Kernel:
+    mode, device, shape, n, k, rows, gate_up, swiglu, tile = key
+    if n % STRIP_ROWS or k % BLOCK_K or n <= 0 or k <= 0:
+        raise UsageError(
+            f"N={n}, K={k} is not supported: N must be a multiple of {STRIP_ROWS} and K of {BLOCK_K}"
+        )
+    if len(shape) != 2 or shape[1] != packed_bytes(n, k):
+        raise UsageError(
+            f"the packed weight has shape {list(shape)}; for N={n}, K={k} it must be [experts, {packed_bytes(n, k)}]"
+        )
+    output = select.SWIGLU if swiglu else select.GATE_UP if gate_up else select.PLAIN
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if tile is None:
+        tile = select.choose(mode, n, k, shape[0], rows, arch, sms)
+    name, defines = select.instantiation(mode, tile, output, arch)
+    with _lock:
+        kernel_key = (device, name, tuple(sorted(defines.items())))
+        kernel = _kernels.get(kernel_key)
+        if kernel is None:
+            kernel = _kernels[kernel_key] = _load(device, name, defines, tile, tile.shared_bytes(output), arch, sms)
+        if len(_plans) >= _CACHE_LIMIT:
+            _plans.clear()
+        _plans[key] = kernel
+    return kernel
+
+
+def _load(
+    device: int, name: str, defines: dict[str, int], tile: TileConfig, shared_bytes: int, arch: str, sms: int
+) -> Kernel:
+    cubin = compile_kernel(name, defines, arch)
+    if name == "portable":
+        shared_bytes = 0
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context current in this thread
+        # Loading is not allowed while a stream of this thread captures a graph, unless the thread says that it knows.
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed), "capture mode")
+        try:
+            module = _check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.title}")
+            function = _check(driver.cuModuleGetFunction(module, f"chord_{name}".encode()), f"finding {cubin.title}")
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"shared memory of {cubin.title}")
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+    occupancy = 8 if name == "portable" else tile.occupancy
+    return Kernel(name, tile, device, function, sms * occupancy, shared_bytes)
+
+
+def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> Any:
+    """Activations [rows, K] as boxes of 64 columns, ``tile.box`` rows and, if that is a whole tile, a stage of K."""
+    deep = tile.stage_k if tile.box == tile.tokens else 1
+    key = (address, rows, k, tile.box, deep)
+    found = _tensor_maps.get(key)
+    if found is None:
+        u64, u32 = driver.cuuint64_t, driver.cuuint32_t
+        found = _check(
+            driver.cuTensorMapEncodeTiled(
+                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                3,
+                address,
+                [u64(BLOCK_K), u64(rows), u64(k // BLOCK_K)],
+                [u64(k * 2), u64(BLOCK_K * 2)],
+                [u32(BLOCK_K), u32(tile.box), u32(deep)],
+                [u32(1)] * 3,
+                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ),
+            f"describing activations [{rows}, {k}] at {address:#x}",
+        )
+        if len(_tensor_maps) >= _CACHE_LIMIT:
+            _tensor_maps.clear()
+        _tensor_maps[key] = found
+    return found
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    status, *values = result
+    if status:
+        raise KernelError(f"{what} failed with {status.name}; `chord doctor` shows what the driver and device support")
+    return values[0] if values else None
