@@ -28,7 +28,7 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
         warnings.warn(
-            f"Chord's native packer is not available ({error}): packing on the CPU is some 20 times slower. "
+            f"Chord's native packer is not available ({error}): packing on the CPU is some 50 times slower. "
             "Install a C++17 compiler (g++ or clang) and reinstall chord-moe to build it",
             RuntimeWarning,
             stacklevel=2,
