@@ -57,7 +57,8 @@ def as_dict(outcome: Outcome) -> dict[str, object]:
 
 
 def _line(outcome: Outcome) -> str:
-    title = outcome.name + " " + " ".join(f"{key}={value}" for key, value in sorted(outcome.defines.items()))
+    defines = (f"{key.removeprefix('CHORD_').lower()}={value}" for key, value in sorted(outcome.defines.items()))
+    title = " ".join([outcome.name, *defines])
     cubin, seconds = outcome.cubin, f"{outcome.seconds:.2f}"
     if cubin is None:
         line = _row(title, outcome.arch, "-", "-", "-", seconds, "failed")

@@ -53,6 +53,8 @@ struct Shared {
 };
 // Dynamic shared memory starts at 16 B alignment. The host computes the same figure to launch with.
 static_assert(CHORD_SHARED_BYTES >= sizeof(Shared) + 1024, "select.py's shared_bytes");
+// Read from the cubin by `chord warmup --check`, which holds it against the architecture's limit without a GPU.
+extern "C" __constant__ unsigned chord_shared_bytes = CHORD_SHARED_BYTES;
 
 CHORD_DEVICE Shared& aligned_shared(u8* raw) {
   return *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);

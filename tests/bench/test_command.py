@@ -66,5 +66,14 @@ def test_a_failed_point_fails_the_command(tmp_path: Path) -> None:
     assert "1 of 12 points failed, the first masked/down/8" in str(result.exception)
 
 
+def test_explain_needs_no_gpu_and_has_a_reason_for_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    result = run("--explain")
+    assert result.exit_code == 0
+    header, *rows = result.output.splitlines()
+    assert {row.split()[0] for row in rows} == {"contiguous", "masked", "indexed"}
+    assert all(len(row) > header.index("why") for row in rows)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     assert "is not a file of bench results" in str(run("--from", tmp_path / "none.json").exception)

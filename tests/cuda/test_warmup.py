@@ -49,7 +49,7 @@ def test_command_prints_a_table_for_the_named_architecture(root: Path, monkeypat
     lines = text.splitlines()
     assert lines[0].split() == ["arch", "registers", "shared", "B", "spill", "B", "seconds", "from", "kernel"]
     assert [line.split()[0] for line in lines[1:3]] == ["sm_100a"] * 2
-    assert lines[1].endswith("scale TIMES=2")
+    assert lines[1].endswith("scale times=2")
     assert lines[3].startswith("2 kernels in ")
 
 
@@ -68,7 +68,7 @@ def test_a_kernel_that_does_not_compile_fails_without_check(root: Path, monkeypa
     code, text = run(monkeypatch, [("broken", {}, "sm_90a"), *GOOD], "--arch", "sm_90a")
     assert code == 1
     assert "kernel broken() does not compile for sm_90a" in text
-    assert "scale TIMES=3" in text, "the others are compiled all the same"
+    assert "scale times=3" in text, "the others are compiled all the same"
 
 
 def test_json_is_one_object_a_kernel(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
