@@ -1,0 +1,357 @@
+"""``chord bench --layer``: a whole MoE layer, from the router's choice to the combined tokens, beside Humming's.
+
+The layer is what a server calls: the choices are sorted, gate_up and SwiGLU, down, and the weighted sum over each
+token's experts. Every contender is captured in a CUDA graph, as servers do at decode, so that what is compared is the
+device's work and not Python; where one cannot be captured, all of that point run eagerly and the table says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from chord_runtime import routing
+from chord_runtime.bench.cases import TOP_K
+from chord_runtime.bench.problem import MAX_ERROR, SCALE_STD
+from chord_runtime.bench.report import table
+from chord_runtime.bench.results import OURS, Measurement, geometric_mean
+from chord_runtime.bench.timing import Timer, Timing
+from chord_runtime.errors import ChordError, KernelError, UsageError
+from chord_runtime.format.block import GROUP_SIZE, packed_bytes
+from chord_runtime.format.layout import Mode, RowOrder
+from chord_runtime.format.packing import pack
+from chord_runtime.layer import PackedLayer, moe_layer
+from chord_runtime.ops import reference
+from chord_runtime.ops.weight import PackedWeight
+
+CONTIGUOUS = "chord contiguous"
+TOKENS = tuple(2**power for power in range(15))  # 1 … 16384
+FORMAT = "layer-1"
+
+
+@dataclass(frozen=True)
+class LayerScenario:
+    """A rank's share of a Kimi K2 layer. Tokens are those of the whole batch: each chooses 8 of all experts."""
+
+    name: str
+    title: str
+    experts: int
+    """Experts on the rank."""
+    total: int
+    hidden: int
+    intermediate: int
+    """Of this rank."""
+
+
+SCENARIOS = (
+    LayerScenario("ep8", "Layer, EP8: 48 of 384 experts", 48, 384, 7168, 2048),
+    LayerScenario("tp8", "Layer, TP8: an eighth of 384 experts", 384, 384, 7168, 256),
+)
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One scenario at one number of tokens."""
+
+    scenario: LayerScenario
+    tokens: int
+
+    @property
+    def key(self) -> str:
+        """Its name in files and filters: ``ep8/64``."""
+        return f"{self.scenario.name}/{self.tokens}"
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """One case's tensors, the same for every contender."""
+
+    case: LayerCase
+    layer: PackedLayer
+    x: Tensor
+    """bfloat16 [tokens, hidden]."""
+    topk_ids: Tensor
+    """int32 [tokens, 8], global."""
+    topk_weights: Tensor
+    """float32 [tokens, 8]."""
+
+    @property
+    def expert_map(self) -> Tensor | None:
+        """int32 [total] → local expert or −1; None where the rank holds all."""
+        scenario = self.case.scenario
+        return None if scenario.experts == scenario.total else self.layer.expert_map
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [experts]: rows of each of the rank's experts."""
+        local = self.layer.expert_map[self.topk_ids.long()].view(-1)
+        return local[local >= 0].bincount(minlength=self.case.scenario.experts)
+
+
+class LayerContender(Protocol):
+    """A peer: named in reports, set up once for each scenario."""
+
+    name: str
+
+    def prepare(self, scenario: LayerScenario) -> None:
+        """Make what all cases of this scenario share."""
+
+    def call(self, problem: LayerProblem) -> Callable[[], object]:
+        """A function that does the layer once."""
+
+
+def choose(patterns: Iterable[str] = (), *, quick: bool = False) -> list[LayerCase]:
+    """The cases whose key matches one of the patterns (``ep8``, ``*/64``); all without. ``quick``: every fourth.
+
+    Raises:
+        UsageError: a pattern that matches nothing.
+    """
+    points = TOKENS[::4] if quick else TOKENS
+    cases = [LayerCase(scenario, tokens) for scenario in SCENARIOS for tokens in points]
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not any(_matches(case, pattern) for case in cases):
+            raise UsageError(
+                f"no layer point matches {pattern!r}; points are SCENARIO/TOKENS with SCENARIO ep8 or tp8 and TOKENS "
+                f"{', '.join(map(str, points))}"
+            )
+    return [case for case in cases if not patterns or any(_matches(case, pattern) for pattern in patterns)]
+
+
+def make_layer(scenario: LayerScenario, device: str) -> PackedLayer:
+    """Random experts: uniform codes, normal scales."""
+    w13 = _weight(scenario.experts, 2 * scenario.intermediate, scenario.hidden, RowOrder.GATE_UP_8, device)
+    w2 = _weight(scenario.experts, scenario.hidden, scenario.intermediate, RowOrder.PLAIN, device)
+    return PackedLayer(w13, w2, tuple(range(scenario.experts)), scenario.total)
+
+
+def make_problem(case: LayerCase, layer: PackedLayer, device: str) -> LayerProblem:
+    """Normal activations, the top-8 of normal scores with the token count as seed, weights that add up to 1."""
+    scenario = case.scenario
+    torch.manual_seed(case.tokens)
+    scores = torch.randn((case.tokens, scenario.total), device=device)
+    weights, ids = scores.softmax(-1).topk(min(TOP_K, scenario.total))
+    x = torch.randn((case.tokens, scenario.hidden), device=device).bfloat16()
+    return LayerProblem(case, layer, x, ids.int(), weights / weights.sum(-1, keepdim=True))
+
+
+def check(problem: LayerProblem, modes: Sequence[Mode]) -> float:
+    """Run Chord once in each mode and compare with the reference; returns the relative error.
+
+    Raises:
+        KernelError: a wrong value, or modes that differ in a bit.
+    """
+    arguments = problem.x, problem.layer, problem.topk_ids, problem.topk_weights
+    found = [moe_layer(*arguments, mode=mode, out=torch.full_like(problem.x, float("nan"))) for mode in modes]
+    wanted = _reference(problem).float()
+    key = problem.case.key
+    if not all(torch.equal(found[0], other) for other in found):
+        raise KernelError(f"{key}: {' and '.join(mode.value for mode in modes)} differ")
+    error = float((found[0].float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    # Three roundings to BF16, of the hidden row, the weighted row and the sum, may each fall the other way.
+    if not error <= 3 * MAX_ERROR:
+        raise KernelError(f"{key}: relative error {error:.2e} against the reference, over {3 * MAX_ERROR:.0e}")
+    return error
+
+
+def measure(
+    cases: Sequence[LayerCase],
+    peers: Sequence[LayerContender],
+    timer: Timer,
+    device: str,
+    budget_ms: float,
+    progress: Callable[[LayerCase, Measurement], None],
+) -> dict[str, Measurement]:
+    """Measure every case; a contender that fails at a point is left out there and its reason kept."""
+    points = {}
+    for scenario in dict.fromkeys(case.scenario for case in cases):
+        layer = make_layer(scenario, device)
+        for case in (case for case in cases if case.scenario == scenario):
+            problem = make_problem(case, layer, device)
+            points[case.key] = _measure_one(problem, peers, timer, budget_ms)
+            progress(case, points[case.key])
+            del problem
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        del layer
+    return points
+
+
+def _measure_one(problem: LayerProblem, peers: Sequence[LayerContender], timer: Timer, budget_ms: float) -> Measurement:
+    modes = {OURS: None, CONTIGUOUS: Mode.CONTIGUOUS}
+    failures: dict[str, str] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    error = None
+    try:
+        error = check(problem, (Mode.INDEXED, Mode.CONTIGUOUS))
+        calls = {name: _ours(problem, mode) for name, mode in modes.items()}
+    except ChordError as failure:
+        failures[OURS] = str(failure)
+    for peer in peers:
+        call = _peer_call(peer, problem, failures)
+        if call is not None:
+            calls[peer.name] = call
+    try:
+        captured = {name: _captured(call) for name, call in calls.items()} if problem.x.is_cuda else calls
+    except Exception as failure:  # what cannot be captured is its author's affair; all are then timed the same way
+        failures["CUDA graph"] = f"all eager here: {type(failure).__name__}: {failure}"[:300]
+        captured = calls
+    timings: dict[str, Timing] = timer.measure(captured, budget_ms) if captured else {}
+    return Measurement(int((problem.counts > 0).sum()), error, timings, failures)
+
+
+def _peer_call(peer: LayerContender, problem: LayerProblem, failures: dict[str, str]) -> Callable[[], object] | None:
+    """The peer's call, tried once; else None, and why: it may fail in any way, and the others are still measured."""
+    try:
+        peer.prepare(problem.case.scenario)
+        call = peer.call(problem)
+        call()
+    except Exception as failure:
+        failures[peer.name] = f"{type(failure).__name__}: {failure}"[:300]
+        return None
+    return call
+
+
+def _ours(problem: LayerProblem, mode: Mode | None) -> Callable[[], object]:
+    out = torch.empty_like(problem.x)
+    arguments = problem.x, problem.layer, problem.topk_ids, problem.topk_weights
+    return lambda: moe_layer(*arguments, mode=mode, out=out)
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _reference(problem: LayerProblem) -> Tensor:
+    """The layer by the reference operators, which round where the kernels do."""
+    layer, top_k = problem.layer, problem.topk_ids.shape[1]
+    block = routing.block_rows(problem.topk_ids.numel(), layer.num_experts)
+    route = routing.indexed(problem.topk_ids, layer.w13.num_experts, block, layer.expert_map)
+    buffers = route.sorted_ids, route.expert_ids, route.num_tokens_padded
+    rows = problem.topk_ids.numel()
+    hidden = problem.x.new_zeros((rows, layer.w2.k))
+    down = problem.x.new_zeros((rows, layer.w2.n))
+    weights = problem.topk_weights
+    reference.indexed(
+        problem.x, layer.w13.data, *buffers, top_k, block, None, hidden, layer.w13.n, layer.w13.interleaved, True
+    )
+    reference.indexed(hidden, layer.w2.data, *buffers, 1, block, weights, down, layer.w2.n, False, False)
+    total = torch.zeros(problem.x.shape, dtype=torch.float32, device=problem.x.device)
+    for choice in down.view(-1, top_k, layer.w2.n).unbind(1):
+        total += choice
+    return total.to(problem.x.dtype)
+
+
+def _weight(experts: int, n: int, k: int, order: RowOrder, device: str) -> PackedWeight:
+    generator = torch.Generator(device).manual_seed(n * k)
+    data = torch.empty((experts, packed_bytes(n, k)), dtype=torch.uint8, device=device)
+    for expert in range(experts):
+        words = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device=device, generator=generator)
+        scale = torch.randn((n, k // GROUP_SIZE), device=device, generator=generator).mul_(SCALE_STD).bfloat16()
+        data[expert] = pack(words, scale)
+    return PackedWeight(data, n, k, order)
+
+
+def _matches(case: LayerCase, pattern: str) -> bool:
+    return fnmatchcase(case.key, pattern) or case.key.startswith(pattern + "/")
+
+
+@dataclass(frozen=True)
+class LayerResults:
+    """A whole run."""
+
+    machine: dict[str, str]
+    method: dict[str, str]
+    points: dict[str, Measurement]
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> LayerResults:
+        """Read what ``save`` wrote; raises UsageError for anything else."""
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise UsageError(f"{path} holds results of format {data['format']!r}; --layer reads {FORMAT!r}")
+            points = {key: _measurement(point) for key, point in data["points"].items()}
+            return cls(data["machine"], data["method"], points)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not a file of layer results ({type(error).__name__}: {error})") from error
+
+    def speedup(self, key: str) -> float | None:
+        """Time of the fastest peer over Chord's; None where either is missing."""
+        timings = self.points[key].timings
+        peers = [timing.us for name, timing in timings.items() if name not in (OURS, CONTIGUOUS)]
+        return min(peers) / timings[OURS].us if peers and OURS in timings else None
+
+
+def _measurement(point: dict[str, Any]) -> Measurement:
+    timings = {name: Timing(**timing) for name, timing in point["timings"].items()}
+    return Measurement(point["active"], point["error"], timings, point["failures"])
+
+
+def report(results: LayerResults) -> str:
+    """Machine, a table for each scenario, the summary, and what failed."""
+    parts = ["\n".join(f"{name}: {value}" for name, value in {**results.machine, **results.method}.items())]
+    for scenario in SCENARIOS:
+        keys = [key for key in results.points if key.startswith(f"{scenario.name}/")]
+        if keys:
+            parts.append(f"### {scenario.title}\n\n{_table(results, scenario, keys)}")
+    speedups = {key: found for key in results.points if (found := results.speedup(key))}
+    if speedups:
+        least = min(speedups, key=lambda key: speedups[key])
+        mean = geometric_mean(speedups.values())
+        parts.append(
+            f"speed-up over the fastest peer: geometric mean {mean:.2f} × of {len(speedups)} points, least "
+            f"{speedups[least]:.2f} × at {least}"
+        )
+    lines = [f"- {key}: {name}: {why}" for key, point in results.points.items() for name, why in point.failures.items()]
+    return "\n\n".join([*parts, *(["### Failures\n\n" + "\n".join(lines)] if lines else [])])
+
+
+def _table(results: LayerResults, scenario: LayerScenario, keys: list[str]) -> str:
+    peers = list(dict.fromkeys(n for key in keys for n in results.points[key].timings if n not in (OURS, CONTIGUOUS)))
+    expert_bytes = packed_bytes(2 * scenario.intermediate, scenario.hidden)
+    expert_bytes += packed_bytes(scenario.hidden, scenario.intermediate)
+    rows = []
+    for key in keys:
+        point = results.points[key]
+        ours, contiguous = (point.timings.get(name) for name in (OURS, CONTIGUOUS))
+        speedup = results.speedup(key)
+        rows.append(
+            [
+                key.partition("/")[2],
+                f"{ours.us:.1f}" if ours else "failed",
+                f"{ours.low:.1f}–{ours.high:.1f}" if ours else "",
+                f"{point.active * expert_bytes / ours.us / 1e6:.2f}" if ours else "",
+                f"{contiguous.us:.1f}" if contiguous else "",
+                *(f"{point.timings[name].us:.1f}" if name in point.timings else "" for name in peers),
+                f"{speedup:.2f} ×" if speedup else "",
+            ]
+        )
+    header = ["tokens", f"{OURS} µs", "20–80 %", "TB/s", f"{CONTIGUOUS} µs", *(f"{name} µs" for name in peers)]
+    return table([*header, "speed-up"], rows)

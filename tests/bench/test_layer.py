@@ -1,0 +1,147 @@
+"""chord bench --layer without a GPU: cases, the torch baseline's sorting, checking, measuring and reporting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from chord_runtime import routing
+from chord_runtime.bench import layer as bench
+from chord_runtime.bench.layer_peers import HummingTorch, _own_rows, _weighted_sum
+from chord_runtime.bench.results import Measurement
+from chord_runtime.bench.timing import Timing
+from chord_runtime.commands.bench import bench as command
+from chord_runtime.errors import KernelError, UsageError
+from chord_runtime.format.layout import Mode
+
+SMALL = bench.LayerScenario("ep8", "small", 4, 16, 256, 128)
+
+
+class Turns:
+    """A timer that calls each contender once and says how long each took by its name."""
+
+    def measure(self, calls: Mapping[str, Callable[[], object]], budget_ms: float) -> dict[str, Timing]:
+        for call in calls.values():
+            call()
+        return {name: Timing.of([float(len(name))], 1.0) for name in calls}
+
+
+class Peer:
+    name = "peer with a long name"
+
+    def prepare(self, scenario: bench.LayerScenario) -> None:
+        self.scenario = scenario
+
+    def call(self, problem: bench.LayerProblem) -> Callable[[], object]:
+        if problem.case.tokens == 3:
+            raise RuntimeError("not for three tokens")
+        return lambda: None
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(1, 8), (7, 16), (50, 64)])
+@pytest.mark.parametrize("experts", [4, 16])
+def test_baseline_sorts_as_the_runtime_does(tokens: int, block: int, experts: int) -> None:
+    scenario = bench.LayerScenario("", "", experts, 16, 256, 128)
+    ids = torch.rand(tokens, 16).topk(8).indices.int()
+    expert_map = None if experts == 16 else torch.tensor([0, 1, 2, 3] + [-1] * 12, dtype=torch.int32)
+    wanted = routing.indexed(ids, experts, block, expert_map)
+    sorted_ids, expert_ids, used = HummingTorch.align(None, ids, block, scenario, expert_map)  # type: ignore[arg-type]
+    assert torch.equal(used, wanted.num_tokens_padded)
+    rows = int(used)
+    assert torch.equal(sorted_ids[:rows], wanted.sorted_ids[:rows])
+    assert torch.equal(expert_ids[: rows // block], wanted.expert_ids[: rows // block])
+    assert bool((expert_ids[rows // block :] == -1).all())
+    assert torch.equal(_own_rows(ids, expert_map).view_as(ids), wanted.rows)
+
+
+def test_baseline_sums_as_the_layer_does() -> None:
+    results, weights = torch.randn(5, 3, 16).bfloat16(), torch.rand(5, 3)
+    mine = torch.rand(5, 3) > 0.4
+    results[~mine] = float("nan")
+    wanted = torch.where(mine[..., None], results.double() * weights[..., None].double(), 0).sum(1)
+    assert float((_weighted_sum(results, weights, mine).double() - wanted).abs().max()) < 0.05
+
+
+def test_measure_checks_times_and_keeps_reasons() -> None:
+    cases = [bench.LayerCase(SMALL, tokens) for tokens in (1, 3, 9)]
+    seen: list[str] = []
+    points = bench.measure(cases, [Peer()], Turns(), "cpu", 1.0, lambda case, _: seen.append(case.key))
+    assert seen == list(points) == ["ep8/1", "ep8/3", "ep8/9"]
+    assert all(point.error is not None and point.error < 1e-2 for point in points.values())
+    assert points["ep8/3"].failures == {"peer with a long name": "RuntimeError: not for three tokens"}
+    assert set(points["ep8/9"].timings) == {"chord", bench.CONTIGUOUS, "peer with a long name"}
+
+
+def test_a_wrong_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = bench.make_layer(SMALL, "cpu")
+    problem = bench.make_problem(bench.LayerCase(SMALL, 12), layer, "cpu")
+    bench.check(problem, list(Mode))
+    right = bench.moe_layer
+
+    def scaled(*args: object, mode: Mode, **options: object) -> torch.Tensor:
+        return right(*args, mode=mode, **options) * 1.05  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench, "moe_layer", scaled)
+    with pytest.raises(KernelError, match="relative error"):
+        bench.check(problem, [Mode.INDEXED])
+
+    def uneven(*args: object, mode: Mode, **options: object) -> torch.Tensor:
+        result = right(*args, mode=mode, **options)  # type: ignore[arg-type]
+        result[0, 0] += mode is Mode.CONTIGUOUS
+        return result
+
+    monkeypatch.setattr(bench, "moe_layer", uneven)
+    with pytest.raises(KernelError, match="differ"):
+        bench.check(problem, [Mode.INDEXED, Mode.CONTIGUOUS])
+
+
+def test_choose() -> None:
+    assert len(bench.choose()) == 30
+    assert [case.key for case in bench.choose(["tp8/1", "*/16384"])] == ["ep8/16384", "tp8/1", "tp8/16384"]
+    assert {case.tokens for case in bench.choose(["ep8"], quick=True)} == {1, 16, 256, 4096}
+    with pytest.raises(UsageError, match="ep8/3"):
+        bench.choose(["ep8/3"])
+
+
+def results() -> bench.LayerResults:
+    def point(ours: float, peer: float) -> Measurement:
+        timings = {name: Timing.of([us], 2.0) for name, us in (("chord", ours), ("humming + vLLM", peer))}
+        return Measurement(48, 1e-3, timings)
+
+    return bench.LayerResults({"device": "a card"}, {"timing": "m"}, {"ep8/1": point(10, 15), "tp8/64": point(20, 22)})
+
+
+def test_report_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "layer.json"
+    results().save(path)
+    text = bench.report(bench.LayerResults.load(path))
+    assert "geometric mean 1.28 × of 2 points, least 1.10 × at tp8/64" in text
+    assert "| 1      |" in text and "1.50 ×" in text and "humming + vLLM µs" in text
+    shown = CliRunner().invoke(command, ["--layer", "--from", str(path)])
+    assert shown.exit_code == 0 and text in shown.output
+    path.write_text('{"format": 1}')
+    with pytest.raises(UsageError, match="format 1"):
+        bench.LayerResults.load(path)
+
+
+def test_command_refuses() -> None:
+    for arguments, message in ((["--layer", "--plot", "x"], "leave out --layer"), (["--layer"], "needs a CUDA GPU")):
+        if message == "needs a CUDA GPU" and torch.cuda.is_available():
+            continue
+        found = CliRunner().invoke(command, arguments)
+        assert isinstance(found.exception, UsageError) and message in str(found.exception)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    from chord_runtime.bench.timing import CudaTimer
+
+    cases = [bench.LayerCase(SMALL, tokens) for tokens in (1, 40, 600)]
+    points = bench.measure(cases, [], CudaTimer(), "cuda", 5.0, lambda case, point: None)
+    for point in points.values():
+        assert point.failures == {}
+        assert set(point.timings) == {"chord", bench.CONTIGUOUS}
