@@ -211,16 +211,17 @@ SHAPES = (
     *((n, k, 384, k == 7168) for tp in (4, 8, 16) for n, k in ((4096 // tp, 7168), (7168, 2048 // tp))),
 )
 ROWS = (1, 4, 8, 16, 24, 32, 43, 64, 86, 128, 171, 256, 341, 512)
-"""Rows per expert that ``all_configs`` and ``explain`` walk through."""
+"""Rows per expert that ``explain`` walks through."""
+_ALL_ROWS = range(1, 601)
+"""Rows per expert that ``all_configs`` walks through: beyond, tiles repeat."""
 
 
 def all_configs(arch: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Every instantiation that ``choose`` returns for Kimi's shapes at ``ROWS`` rows per expert, each once."""
+    """Every instantiation that ``choose`` returns for Kimi's shapes at any rows per expert, each once."""
     seen = set()
     for mode in MODES:
         for n, k, experts, gate_up in SHAPES:
-            for rows in ROWS:
-                tile = choose(mode, n, k, experts, rows, arch)
+            for tile in dict.fromkeys(choose(mode, n, k, experts, rows, arch) for rows in _ALL_ROWS):
                 for output in (GATE_UP, SWIGLU) if gate_up else (PLAIN,):
                     name, defines = instantiation(mode, tile, output, arch)
                     key = (name, tuple(sorted(defines.items())))

@@ -59,9 +59,13 @@ def test_works_installed(wheel: Path, tmp_path: Path) -> None:
         "assert pathlib.Path(chord_runtime.__file__).is_relative_to(pathlib.Path('site').resolve())\n"
         "assert list((csrc_dir() / 'kernels').glob('*.cu')) and schema('manifest')\n"
         "assert native.library() is not None\n"
+        "from chord_runtime.cuda import select\n"
+        "from chord_runtime.cuda.compile import compile_kernel\n"
+        "name, defines = next(select.all_configs('sm_90a'))\n"
+        "assert compile_kernel(name, defines, 'sm_90a').registers and compile_kernel(name, defines, 'sm_90a').cached\n"
         "print('works')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+    environment = {**os.environ, "PYTHONPATH": str(site), "CHORD_CACHE_DIR": str(tmp_path / "kernels")}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
