@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import arch_of, compile_kernel
+from chord_runtime.cuda.handle import Handle, Types, check
 from chord_runtime.cuda.select import TileConfig
-from chord_runtime.errors import KernelError, UsageError
+from chord_runtime.errors import UsageError
 from chord_runtime.format.block import BLOCK_K, STRIP_ROWS, packed_bytes
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _CACHE_LIMIT = 4096
 
 _TILED_TYPES = (None, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT)
@@ -36,48 +36,17 @@ _GATHER_TYPES = (_POINTER,) * 7 + (_INT,) * 6
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instantiation, loaded on one device, with all that its launches have in common."""
+    """One instantiation on one device, with all that its launches have in common."""
 
     name: str
     tile: TileConfig
-    device: int
-    function: Any
+    handle: Handle
     grid: int
-    shared_bytes: int
-    configs: dict[int, Any] = field(default_factory=dict, compare=False)  # by stream
+    threads: int
 
-    def launch(self, arguments: tuple[Any, ...], types: tuple[Any, ...]) -> None:
+    def launch(self, arguments: tuple[Any, ...], types: Types) -> None:
         """Launch on the device's current PyTorch stream."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        config = self.configs.get(stream)
-        if config is None:
-            config = self._config(stream)
-        if torch._C._cuda_getDevice() != self.device:
-            with torch.cuda.device(self.device):
-                status = driver.cuLaunchKernelEx(config, self.function, (arguments, types), 0)[0]
-        else:
-            status = driver.cuLaunchKernelEx(config, self.function, (arguments, types), 0)[0]
-            if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                torch._C._cuda_setDevice(self.device)
-                status = driver.cuLaunchKernelEx(config, self.function, (arguments, types), 0)[0]
-        if status:
-            raise KernelError(f"launching kernel {self.name} on cuda:{self.device} failed: {status.name}")
-
-    def _config(self, stream: int) -> Any:
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.tile.threads, 1, 1
-        config.sharedMemBytes = self.shared_bytes
-        config.hStream = stream
-        if self.name != "portable":  # the Hopper kernels wait for the kernel before by themselves
-            early = driver.CUlaunchAttribute()
-            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            early.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [early], 1
-        if len(self.configs) >= _CACHE_LIMIT:
-            self.configs.clear()
-        self.configs[stream] = config
-        return config
+        self.handle.launch(self.grid, 1, self.tile.threads, arguments, types)
 
 
 _plans: dict[tuple[Any, ...], Kernel] = {}
@@ -237,23 +206,9 @@ def _resolve(key: tuple[Any, ...]) -> Kernel:
 def _load(
     device: int, name: str, defines: dict[str, int], tile: TileConfig, shared_bytes: int, arch: str, sms: int
 ) -> Kernel:
-    cubin = compile_kernel(name, defines, arch)
-    if name == "portable":
-        shared_bytes = 0
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # makes the device's context current in this thread
-        # Loading is not allowed while a stream of this thread captures a graph, unless the thread says that it knows.
-        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed), "capture mode")
-        try:
-            module = _check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.title}")
-            function = _check(driver.cuModuleGetFunction(module, f"chord_{name}".encode()), f"finding {cubin.title}")
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"shared memory of {cubin.title}")
-        finally:
-            driver.cuThreadExchangeStreamCaptureMode(before)
-    occupancy = 8 if name == "portable" else tile.occupancy
-    return Kernel(name, tile, device, function, sms * occupancy, shared_bytes)
+    portable = name == "portable"  # it does not wait for the kernel before by itself, as the Hopper kernels do
+    handle = Handle(compile_kernel(name, defines, arch), device, 0 if portable else shared_bytes, waits=not portable)
+    return Kernel(name, tile, handle, sms * (8 if portable else tile.occupancy))
 
 
 def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> Any:
@@ -263,7 +218,7 @@ def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> Any:
     found = _tensor_maps.get(key)
     if found is None:
         u64, u32 = driver.cuuint64_t, driver.cuuint32_t
-        found = _check(
+        found = check(
             driver.cuTensorMapEncodeTiled(
                 driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                 3,
@@ -283,10 +238,3 @@ def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> Any:
             _tensor_maps.clear()
         _tensor_maps[key] = found
     return found
-
-
-def _check(result: tuple[Any, ...], what: str) -> Any:
-    status, *values = result
-    if status:
-        raise KernelError(f"{what} failed with {status.name}; `chord doctor` shows what the driver and device support")
-    return values[0] if values else None

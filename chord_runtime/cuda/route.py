@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from chord_runtime.cuda.compile import Cubin, arch_of, compile_kernel
-from chord_runtime.errors import KernelError, UsageError
+from chord_runtime.cuda.compile import arch_of, compile_kernel
+from chord_runtime.errors import UsageError
 from chord_runtime.ops.route import MAX_EXPERTS, Layout, align_outputs
+
+if TYPE_CHECKING:
+    from chord_runtime.cuda.handle import Handle
 
 _P, _I = ctypes.c_void_p, ctypes.c_int
 _ALIGN_TYPES = (_P,) * 8 + (_I,) * 6
@@ -42,12 +45,13 @@ def align(
     topk_ids = topk_ids.contiguous()
     weights = None if topk_weights is None else topk_weights.contiguous()
     choices = topk_ids.numel()
-    kernel = _kernel("align", topk_ids.device.index, (layout, int(topk_ids.dtype is torch.int64)))
-    threads = kernel.constants["chord_align_threads"]
+    kernel, constants = _kernel("align", topk_ids.get_device(), (layout, int(topk_ids.dtype is torch.int64)))
+    threads = constants["chord_align_threads"]
     padding = choices if layout == Layout.INDEXED else -1
     tensors = (topk_ids, expert_map, weights, *outputs)
     kernel.launch(
-        (max(1, -(-choices // threads)), 1),
+        max(1, -(-choices // threads)),
+        1,
         threads,
         (*map(_pointer, tensors), choices, known, num_experts, align, outputs[0].numel(), padding),
         _ALIGN_TYPES,
@@ -58,10 +62,9 @@ def align(
 def gather(x: Tensor, routed: Tensor, choices: int, top_k: int) -> Tensor:
     """``chord::gather``: row i of the result is row ``routed[i] // top_k`` of ``x``; unset where that is no row."""
     out = x.new_empty((routed.shape[0], x.shape[1]))
-    kernel = _kernel("gather", x.device.index)
-    threads = kernel.constants["chord_gather_threads"]
+    kernel, constants = _kernel("gather", x.get_device())
     arguments = (x.contiguous().data_ptr(), routed.data_ptr(), out.data_ptr(), choices, top_k, x.shape[1])
-    kernel.launch((routed.shape[0], 1), threads, arguments, _GATHER_TYPES)
+    kernel.launch(routed.shape[0], 1, constants["chord_gather_threads"], arguments, _GATHER_TYPES)
     return out
 
 
@@ -69,45 +72,20 @@ def combine(results: Tensor, rows: Tensor, out: Tensor) -> None:
     """``chord::combine``: ``out[t]`` = Σ of rows ``rows[t]`` of ``results``, −1 for none."""
     tokens, top_k = rows.shape
     columns = results.shape[1]
-    kernel = _kernel("combine", results.device.index)
-    per_block = kernel.constants["chord_combine_columns"]
-    threads = kernel.constants["chord_combine_threads"]
+    kernel, constants = _kernel("combine", results.get_device())
+    blocks = -(-columns // constants["chord_combine_columns"])
     arguments = (results.data_ptr(), rows.data_ptr(), out.data_ptr(), top_k, columns)
-    kernel.launch((tokens, -(-columns // per_block)), threads, arguments, _COMBINE_TYPES)
-
-
-class _Kernel:
-    """A kernel loaded on one device."""
-
-    def __init__(self, cubin: Cubin, device: int) -> None:
-        from cuda.bindings import driver
-
-        self.constants = cubin.constants
-        self._device = device
-        self._launch = driver.cuLaunchKernel
-        with torch.cuda.device(device):
-            self._module = _check(driver.cuModuleLoadData(cubin.code))
-            self._function = _check(driver.cuModuleGetFunction(self._module, f"chord_{cubin.name}".encode()))
-
-    def launch(self, blocks: tuple[int, int], threads: int, values: tuple[Any, ...], types: tuple[Any, ...]) -> None:
-        device = self._device
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        _check(self._launch(self._function, *blocks, 1, threads, 1, 1, 0, stream, (values, types), 0))
+    kernel.launch(tokens, blocks, constants["chord_combine_threads"], arguments, _COMBINE_TYPES)
 
 
 @cache
-def _kernel(name: str, device: int, align: tuple[int, int] | None = None) -> _Kernel:
+def _kernel(name: str, device: int, align: tuple[int, int] | None = None) -> tuple[Handle, dict[str, int]]:
     defines = {} if align is None else {"CHORD_LAYOUT": align[0], "CHORD_IDS_64": align[1]}
+    from chord_runtime.cuda.handle import Handle
+
     cubin = compile_kernel(name, defines, arch_of(torch.cuda.get_device_capability(device)))
-    return _Kernel(cubin, device)
+    return Handle(cubin, device), cubin.constants
 
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    status, *values = result
-    if int(status):
-        raise KernelError(f"a routing kernel cannot be launched: {status.name}; `chord doctor` shows what is missing")
-    return values[0] if values else None
