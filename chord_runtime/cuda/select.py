@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from chord_runtime.errors import UsageError
 from chord_runtime.format.block import BLOCK_BYTES, BLOCK_K, BLOCK_ROWS
@@ -50,9 +50,13 @@ class TileConfig:
     producer_registers: int = 64
     lag: int = 0
     """Stages that a gathering producer starts before it waits for the oldest; 0 where nothing is gathered."""
+    resident: int = 0
+    """k64 blocks, all of K, whose activations stay in shared memory for ``group`` tiles; 0: they pass with the weights."""
+    group: int = 1
+    """Tiles computed one after another on the same activations."""
     occupancy: int = 1
     """Thread blocks a multiprocessor."""
-    why: str = ""
+    why: str = field(default="", compare=False)
 
     @property
     def rows(self) -> int:
@@ -66,10 +70,12 @@ class TileConfig:
 
     def shared_bytes(self, output: int) -> int:
         """Dynamic shared memory of a block: ``Shared`` of csrc/chord/tile.cuh, which checks this figure."""
-        stage = self.stage_k * (self.tokens * BLOCK_K * 2 + self.rows // BLOCK_ROWS * BLOCK_BYTES)
+        activations = (2 * self.resident or self.stages * self.stage_k) * self.tokens * BLOCK_K * 2
+        weights = self.stages * self.stage_k * self.rows // BLOCK_ROWS * BLOCK_BYTES
         staging = min(self.tokens, 64) * self.blocks * BLOCK_ROWS * 2 // (2 if output == SWIGLU else 1)
         tables = self.tokens * 8
-        return self.stages * (stage + 16 + 16) + self.warpgroups * (staging + tables) + 1024 + 128
+        barriers = self.stages * (16 + 16) + 32
+        return activations + weights + barriers + self.warpgroups * (staging + tables) + 1024 + 128
 
     def defines(self, output: int) -> dict[str, int]:
         """The macros that instantiate it."""
@@ -80,6 +86,8 @@ class TileConfig:
             "CHORD_BLOCKS": self.blocks,
             "CHORD_STAGE_K": self.stage_k,
             "CHORD_STAGES": self.stages,
+            "CHORD_RESIDENT": self.resident,
+            "CHORD_GROUP": self.group,
             "CHORD_OCCUPANCY": self.occupancy,
             "CHORD_OUTPUT": output,
             "CHORD_PRODUCER_REGISTERS": self.producer_registers,
