@@ -1,8 +1,8 @@
 """The three operators in plain PyTorch: what the CPU runs, and what the GPU kernels are held against.
 
 They round exactly where the kernels do: the dequantised weight to BF16, sums in FP32, SwiGLU and the row's weight in
-FP32, and the result to BF16 once. One expert's weight is dequantised at a time. The rows of an expert are multiplied
-together and in the order of their source rows, so the three modes give the same bits for the same routing.
+FP32, and the result to BF16 once. One expert's weight is dequantised at a time. Like the kernels they are
+batch-invariant: a row gives the same bits in every mode, whatever rows stand beside it.
 
 Arguments are those of the operators in :mod:`chord_runtime.ops.library`; routing values are taken as valid
 (:mod:`chord_runtime.ops.validate` checks them), rows that no expert owns are neither read nor written.
@@ -72,12 +72,20 @@ def indexed(
         out[rows] = expert_rows(x[rows // top_k], w[expert], weight, n, gate_up, swiglu)
 
 
+_TILE_ROWS = 32
+"""Rows multiplied at a time, always so many: a matrix product of another shape may sum in another order."""
+
+
 def expert_rows(rows: Tensor, packed: Tensor, row_weight: Tensor | None, n: int, gate_up: bool, swiglu: bool) -> Tensor:
     """Rows [R, K] times one packed expert: [R, n], or [R, n/2] after SwiGLU, in the dtype of ``rows``."""
     weight = dequantize(packed, n, rows.shape[1])
     if gate_up:
         weight = torch.cat(deinterleave(weight))
-    result = rows.float() @ weight.float().T
+    columns = weight.float().T
+    padded = rows.new_zeros(-(-len(rows) // _TILE_ROWS) * _TILE_ROWS, rows.shape[1], dtype=torch.float32)
+    padded[: len(rows)] = rows
+    tiles = padded.view(-1, _TILE_ROWS, rows.shape[1]).unbind()
+    result = torch.cat([tile @ columns for tile in tiles])[: len(rows)]
     if swiglu:
         gate, up = result.chunk(2, 1)
         result = torch.nn.functional.silu(gate) * up
