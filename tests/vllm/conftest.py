@@ -15,11 +15,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Models:
-    """Directories: an ordinary checkpoint, and what ``chord-convert`` made of it for two kinds of ranks."""
+    """Directories: ordinary checkpoints, plain and wrapped as K2.5 is, and what ``chord-convert`` made of them."""
 
     source: Path
     ep2: Path
     tp2: Path
+    nested_source: Path
+    nested: Path
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -49,8 +51,11 @@ def convert(source: Path, out: Path, *options: str) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("models")
     source = model.write(root / "source")
+    nested = model.write(root / "nested source", nested=True)
     return Models(
         source,
         ep2=convert(source, root / "ep2", "--mode", "all", "--ep", "2"),
         tp2=convert(source, root / "tp2", "--mode", "all", "--tp", "2"),
+        nested_source=nested,
+        nested=convert(nested, root / "nested", "--mode", "all", "--ep", "2"),
     )

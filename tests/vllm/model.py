@@ -21,9 +21,26 @@ Answer = dict[str, torch.Tensor]
 """``tokens`` [TOKENS] and ``logprobs`` [prompt + TOKENS − 1, vocabulary]: of every token but the first."""
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+IMAGES = {
+    "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 64,
+    "in_patch_limit_each_frame": 64, "in_patch_limit_video": 64, "merge_kernel_size": 2, "patch_limit_on_one_side": 16,
+    "patch_size": 14, "temporal_merge_kernel_size": 4,
+}  # fmt: skip
+
+
 def write(path: Path, nested: bool = False) -> Path:
-    """A Kimi checkpoint small enough for a CPU, with experts for two ranks of any kind."""
-    return write_checkpoint(path, attention=SERVED, intermediate=128, experts=8, top_k=2, nested=nested)
+    """A Kimi checkpoint small enough for a CPU, with experts for two ranks of any kind.
+
+    ``nested`` is K2.5's wrapper around the same language model, with the least that vLLM wants to know of its images.
+    """
+    write_checkpoint(path, attention=SERVED, intermediate=128, experts=8, top_k=2, nested=nested)
+    if nested:
+        config = json.loads((path / "config.json").read_text())
+        config |= {"vision_config": VISION, "projection_hidden_size": 32, "image_token_id": VOCABULARY - 1}
+        (path / "config.json").write_text(json.dumps(config))
+        (path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": IMAGES}))
+    return path
 
 
 def reference(checkpoint: Path, answers: dict[str, Answer]) -> dict[str, torch.Tensor]:

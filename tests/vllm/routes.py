@@ -53,12 +53,15 @@ def use_batched_dispatch() -> Any:
 
 def run(out: Path, routes: dict[str, dict[str, Any]]) -> None:
     """Answer the prompts through every route."""
+    import llvmlite.binding.ffi  # noqa: F401
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from chord_runtime.errors import ChordError
     from chord_runtime.integrations.vllm import method
 
+    # On a CPU, vLLM 0.32 looks for kernels in every module and stumbles over this one, which K2.5's images bring in.
+    del sys.modules["llvmlite.binding.ffi"]
     common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 4, "max_logprobs": -1}
     for name, options in routes.items():
         batched, refused = options.pop("batched", False), options.pop("refused", False)

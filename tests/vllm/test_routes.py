@@ -22,6 +22,7 @@ from tests.vllm.conftest import ROOT, Models, environment
 pytestmark = pytest.mark.vllm
 
 TOLERANCE = 1e-3
+TEXT = {"language_model_only": True}
 
 Routes = dict[str, dict[str, Any]]
 
@@ -34,6 +35,9 @@ def alone(models: Models) -> Routes:
         "packed, own loader": {"model": packed, "load_format": "chord"},
         "packed, batched": {"model": packed, "batched": True},
         "by name": {"model": str(models.source), "quantization": "chord"},
+        "nested, packed": {"model": str(models.nested), **TEXT},
+        "nested, own loader": {"model": str(models.nested), "load_format": "chord", **TEXT},
+        "nested, by name": {"model": str(models.nested_source), "quantization": "chord", **TEXT},
     }
 
 
@@ -60,7 +64,7 @@ def two_ranks(models: Models) -> Routes:
 
 
 GROUPS: dict[Callable[[Models], Routes], str] = {alone: "0", opted_in: "1", two_ranks: "0"}
-NAMES = [(group, name) for group in GROUPS for name in group(Models(Path(), Path(), Path()))]
+NAMES = [(group, name) for group in GROUPS for name in group(Models(*[Path()] * 5))]
 
 
 @pytest.fixture(scope="module")
