@@ -1,8 +1,8 @@
 """The CUDA side of the three operators: from tensors to one kernel launch, without reading or waiting for the device.
 
 What a shape needs (tile, compiled kernel, its handle on the device) is resolved at its first call and then found in a
-dictionary; a call after that compiles and allocates nothing. Calls can be captured in CUDA graphs; the first one of a shape
-compiles, so make it before capturing where you can (it also works inside a capture). Any number of devices, streams
+dictionary; a call after that compiles and allocates nothing. Calls can be captured in CUDA graphs; the first one of a
+shape compiles, so make it before capturing where you can (it also works inside a capture). Any number of devices, streams
 and threads may call at once: handles are immutable, and kernels keep no state between launches.
 
 The functions take what the operators take (:mod:`chord_runtime.ops.library`) and assume what
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import arch_of, compile_kernel
-from chord_runtime.cuda.handle import Handle, Types, check
+from chord_runtime.cuda.handle import TENSOR_MAP_BYTES, Handle, Parameters, check
 from chord_runtime.cuda.select import TileConfig
 from chord_runtime.errors import UsageError
 from chord_runtime.format.block import BLOCK_K, STRIP_ROWS, packed_bytes
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _CACHE_LIMIT = 4096
+_PORTABLE_BLOCKS, _PORTABLE_THREADS = 8, 128  # a multiprocessor, a block
 
-_TILED_TYPES = (None, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT)
-_GATHER_TYPES = (_POINTER,) * 7 + (_INT,) * 6
+_TILED = Parameters("TQQQQiiii")
+_GATHERED = Parameters("QQQQQQQiiiiii")
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Kernel:
     grid: int
     threads: int
 
-    def launch(self, arguments: tuple[Any, ...], types: Types) -> None:
+    def launch(self, arguments: tuple[Any, ...], parameters: Parameters) -> None:
         """Launch on the device's current PyTorch stream."""
-        self.handle.launch(self.grid, 1, self.tile.threads, arguments, types)
+        self.handle.launch(self.grid, 1, self.threads, arguments, parameters)
 
 
 _plans: dict[tuple[Any, ...], Kernel] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
-_tensor_maps: dict[tuple[int, ...], Any] = {}
+_tensor_maps: dict[tuple[int, ...], bytes] = {}
 _lock = threading.Lock()
 
 
@@ -79,7 +79,7 @@ def contiguous(
         _launch_portable(kernel, a, pointers, 0, 0, experts, m, 1, select.RUN_ROWS, n, k)
     else:
         activations = _tensor_map(kernel.tile, a.data_ptr(), m, k)
-        kernel.launch((activations, *pointers, experts, m, n, k), _TILED_TYPES)
+        kernel.launch((activations, *pointers, experts, m, n, k), _TILED)
 
 
 def masked(
@@ -108,7 +108,7 @@ def masked(
         _launch_portable(kernel, a, pointers, 0, 0, experts, rows, 1, select.RUN_ROWS, n, k)
     else:
         activations = _tensor_map(kernel.tile, a.data_ptr(), rows, k)
-        kernel.launch((activations, *pointers, experts, max_m, n, k), _TILED_TYPES)
+        kernel.launch((activations, *pointers, experts, max_m, n, k), _TILED)
 
 
 def indexed(
@@ -145,7 +145,7 @@ def indexed(
             x.data_ptr(), w.data_ptr(), sorted_ids.data_ptr(), expert_ids.data_ptr(), num_tokens_padded.data_ptr(),
             weight, out.data_ptr(), experts, rows, top_k, block_size, n, k,
         ),
-        _GATHER_TYPES,
+        _GATHERED,
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _launch_portable(
 ) -> None:
     w, routing, weight, out = pointers
     arguments = (x.data_ptr(), w, routing, expert_ids, num_tokens_padded, weight, out, *integers)
-    kernel.launch(arguments, _GATHER_TYPES)
+    kernel.launch(arguments, _GATHERED)
 
 
 def _kernel(
@@ -171,17 +171,15 @@ def _kernel(
             f"activations and weight must start at multiples of 16 bytes; they are at {x.data_ptr():#x} and "
             f"{w.data_ptr():#x}: pass tensors that do not start inside another one, or copies of them"
         )
-    key = (mode, x.get_device(), w.shape, n, k, rows, gate_up, swiglu, tile)
+    key = (mode, x.get_device(), w.size(0), n, k, rows, gate_up, swiglu, tile)
     found = _plans.get(key)
-    return _resolve(key) if found is None else found
+    return _resolve(key, tuple(w.shape)) if found is None else found
 
 
-def _resolve(key: tuple[Any, ...]) -> Kernel:
-    mode, device, shape, n, k, rows, gate_up, swiglu, tile = key
+def _resolve(key: tuple[Any, ...], shape: tuple[int, ...]) -> Kernel:
+    mode, device, experts, n, k, rows, gate_up, swiglu, tile = key
     if n % STRIP_ROWS or k % BLOCK_K or n <= 0 or k <= 0:
-        raise UsageError(
-            f"N={n}, K={k} is not supported: N must be a multiple of {STRIP_ROWS} and K of {BLOCK_K}"
-        )
+        raise UsageError(f"N={n}, K={k} is not supported: N must be a multiple of {STRIP_ROWS} and K of {BLOCK_K}")
     if len(shape) != 2 or shape[1] != packed_bytes(n, k):
         raise UsageError(
             f"the packed weight has shape {list(shape)}; for N={n}, K={k} it must be [experts, {packed_bytes(n, k)}]"
@@ -190,7 +188,7 @@ def _resolve(key: tuple[Any, ...]) -> Kernel:
     arch = arch_of(torch.cuda.get_device_capability(device))
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     if tile is None:
-        tile = select.choose(mode, n, k, shape[0], rows, arch, sms)
+        tile = select.choose(mode, n, k, experts, rows, arch, sms)
     name, defines = select.instantiation(mode, tile, output, arch)
     with _lock:
         kernel_key = (device, name, tuple(sorted(defines.items())))
@@ -208,17 +206,18 @@ def _load(
 ) -> Kernel:
     portable = name == "portable"  # it does not wait for the kernel before by itself, as the Hopper kernels do
     handle = Handle(compile_kernel(name, defines, arch), device, 0 if portable else shared_bytes, waits=not portable)
-    return Kernel(name, tile, handle, sms * (8 if portable else tile.occupancy))
+    blocks = sms * (_PORTABLE_BLOCKS if portable else tile.occupancy)
+    return Kernel(name, tile, handle, blocks, _PORTABLE_THREADS if portable else tile.threads)
 
 
-def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> Any:
+def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> bytes:
     """Activations [rows, K] as boxes of 64 columns, ``tile.box`` rows and, if that is a whole tile, a stage of K."""
     deep = tile.stage_k if tile.box == tile.tokens else 1
     key = (address, rows, k, tile.box, deep)
     found = _tensor_maps.get(key)
     if found is None:
         u64, u32 = driver.cuuint64_t, driver.cuuint32_t
-        found = check(
+        encoded = check(
             driver.cuTensorMapEncodeTiled(
                 driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                 3,
@@ -234,6 +233,7 @@ def _tensor_map(tile: TileConfig, address: int, rows: int, k: int) -> Any:
             ),
             f"describing activations [{rows}, {k}] at {address:#x}",
         )
+        found = ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)
         if len(_tensor_maps) >= _CACHE_LIMIT:
             _tensor_maps.clear()
         _tensor_maps[key] = found
