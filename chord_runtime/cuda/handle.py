@@ -8,13 +8,11 @@ import torch
 from cuda.bindings import driver
 
 from chord_runtime.cuda.compile import Cubin
+from chord_runtime.cuda.parameters import Parameters
 from chord_runtime.errors import KernelError
 
 _INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _CONFIG_LIMIT = 4096
-
-Types = tuple[Any, ...]
-"""ctypes of the arguments; None for one that is passed as an object (a tensor map)."""
 
 
 class Handle:
@@ -50,21 +48,24 @@ class Handle:
             finally:
                 driver.cuThreadExchangeStreamCaptureMode(before)
 
-    def launch(self, blocks_x: int, blocks_y: int, threads: int, arguments: tuple[Any, ...], types: Types) -> None:
+    def launch(
+        self, blocks_x: int, blocks_y: int, threads: int, arguments: tuple[Any, ...], parameters: Parameters
+    ) -> None:
         """Launch on the device's current PyTorch stream."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         key = (stream, blocks_x, blocks_y, threads)
         config = self._configs.get(key)
         if config is None:
             config = self._config(key)
+        table = parameters.pack(arguments)
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                status = driver.cuLaunchKernelEx(config, self._function, (arguments, types), 0)[0]
+                status = driver.cuLaunchKernelEx(config, self._function, table, 0)[0]
         else:
-            status = driver.cuLaunchKernelEx(config, self._function, (arguments, types), 0)[0]
+            status = driver.cuLaunchKernelEx(config, self._function, table, 0)[0]
             if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
                 torch._C._cuda_setDevice(self._device)
-                status = driver.cuLaunchKernelEx(config, self._function, (arguments, types), 0)[0]
+                status = driver.cuLaunchKernelEx(config, self._function, table, 0)[0]
         if status:
             raise KernelError(f"launching kernel {self.name} on cuda:{self._device} failed: {status.name}")
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import arch_of, compile_kernel
-from chord_runtime.cuda.handle import TENSOR_MAP_BYTES, Handle, Parameters, check
+from chord_runtime.cuda.handle import Handle, check
+from chord_runtime.cuda.parameters import TENSOR_MAP_BYTES, Parameters
 from chord_runtime.cuda.select import TileConfig
 from chord_runtime.errors import UsageError
 from chord_runtime.format.block import BLOCK_K, STRIP_ROWS, packed_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -10,16 +9,16 @@ import torch
 from torch import Tensor
 
 from chord_runtime.cuda.compile import arch_of, compile_kernel
+from chord_runtime.cuda.parameters import Parameters
 from chord_runtime.errors import UsageError
 from chord_runtime.ops.route import MAX_EXPERTS, Layout, align_outputs
 
 if TYPE_CHECKING:
     from chord_runtime.cuda.handle import Handle
 
-_P, _I = ctypes.c_void_p, ctypes.c_int
-_ALIGN_TYPES = (_P,) * 8 + (_I,) * 6
-_GATHER_TYPES = (_P,) * 3 + (_I,) * 3
-_COMBINE_TYPES = (_P,) * 3 + (_I,) * 2
+_ALIGN = Parameters("QQQQQQQQiiiiii")
+_GATHER = Parameters("QQQiii")
+_COMBINE = Parameters("QQQii")
 
 CONFIGS: list[tuple[str, dict[str, int]]] = [
     *(("align", {"CHORD_LAYOUT": layout, "CHORD_IDS_64": wide}) for layout in Layout for wide in (0, 1)),
@@ -54,7 +53,7 @@ def align(
         1,
         threads,
         (*map(_pointer, tensors), choices, known, num_experts, align, outputs[0].numel(), padding),
-        _ALIGN_TYPES,
+        _ALIGN,
     )
     return outputs
 
@@ -64,7 +63,7 @@ def gather(x: Tensor, routed: Tensor, choices: int, top_k: int) -> Tensor:
     out = x.new_empty((routed.shape[0], x.shape[1]))
     kernel, constants = _kernel("gather", x.get_device())
     arguments = (x.contiguous().data_ptr(), routed.data_ptr(), out.data_ptr(), choices, top_k, x.shape[1])
-    kernel.launch(routed.shape[0], 1, constants["chord_gather_threads"], arguments, _GATHER_TYPES)
+    kernel.launch(routed.shape[0], 1, constants["chord_gather_threads"], arguments, _GATHER)
     return out
 
 
@@ -75,7 +74,7 @@ def combine(results: Tensor, rows: Tensor, out: Tensor) -> None:
     kernel, constants = _kernel("combine", results.get_device())
     blocks = -(-columns // constants["chord_combine_columns"])
     arguments = (results.data_ptr(), rows.data_ptr(), out.data_ptr(), top_k, columns)
-    kernel.launch(tokens, blocks, constants["chord_combine_threads"], arguments, _COMBINE_TYPES)
+    kernel.launch(tokens, blocks, constants["chord_combine_threads"], arguments, _COMBINE)
 
 
 @cache

@@ -51,7 +51,7 @@ class TileConfig:
     lag: int = 0
     """Stages that a gathering producer starts before it waits for the oldest; 0 where nothing is gathered."""
     resident: int = 0
-    """k64 blocks, all of K, whose activations stay in shared memory for ``group`` tiles; 0: they pass with the weights."""
+    """k64 blocks, all of K, whose activations stay in shared memory for ``group`` tiles; 0: they come with weights."""
     group: int = 1
     """Tiles computed one after another on the same activations."""
     occupancy: int = 1
@@ -117,7 +117,7 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
     elif mode == "masked":
         chosen = _masked(n, experts, rows, sms)
     else:
-        chosen = _indexed(n, experts, rows, sms)
+        chosen = _indexed(n, k, experts, rows, sms)
     return _overridden(_fit(chosen, k))
 
 
@@ -133,7 +133,7 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
 
 
-def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
+def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
     most = rows + 2 * math.isqrt(rows)  # routing scatters: about as many as the busier experts have
     if most <= 16:
         return _decode(16, 8, n, experts, sms, gathered=True)
@@ -145,7 +145,13 @@ def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     # Runs are cut into equal tiles: choose N for that cut, with 1.5 standard deviations to spare, and N - 8 beside it.
     busy = rows + 3 * math.isqrt(rows) // 2
     tokens = _up(-(-busy // -(-busy // 128)))
-    return _prefill(tokens, max(tokens - 8, 8), 0, f"runs of about {rows} rows are cut into equal tiles: N fits those, or N - 8")
+    why = f"runs of about {rows} rows are cut into equal tiles: N fits those, or N - 8"
+    chosen = _prefill(tokens, max(tokens - 8, 8), 0, why)
+    if k > _RESIDENT_K:
+        return chosen
+    blocks = k // BLOCK_K
+    why += "; K is short: activations stay while weights stream by"
+    return replace(chosen, stage_k=2 - blocks % 2, resident=blocks, group=_GROUP, why=why)
 
 
 def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, gathered: bool) -> TileConfig:
@@ -168,6 +174,10 @@ def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
 
 
 _LAG = 2
+_RESIDENT_K = 256
+"""Up to this K the activations of 128 tokens fit in shared memory twice."""
+_GROUP = 7
+"""Tiles on the same resident activations: few enough to share out evenly, and 7 divides Kimi's 28 blocks."""
 
 
 def _fit(tile: TileConfig, k: int) -> TileConfig:

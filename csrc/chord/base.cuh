@@ -13,6 +13,7 @@ namespace chord {
 
 constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
+constexpr int kProducerWarps = kWarpgroup / kWarp;
 constexpr u32 kFullMask = 0xFFFFFFFFu;
 
 constexpr CHORD_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -23,7 +23,7 @@ CHORD_DEVICE void release(u32 full) {
 
 // All k of one tile, for this warpgroup's rows of the weight and the first kN tokens.
 template <int kN>
-CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int k,
+CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int k, u32 resident,
                                 float (&all_sums)[kBlocks][kTokens / 2]) {
   const int thread = threadIdx.x % kWarpgroup;
   const int first_block = warpgroup * kBlocks;  // of the tile; two make a strip
@@ -44,7 +44,8 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup,
   int left = k / (kBlockK * kStageK);
 #pragma unroll 1
   do {
-    const u32 activations = uniform(all_activations + at.stage * kActivationBytes);
+    const u32 activations = uniform(kResident ? resident : all_activations + at.stage * kActivationBytes);
+    resident += kActivationStageBytes;
     at.advance();
 #pragma unroll
     for (int unit = 0; unit < kBlocks * kStageK; ++unit) {
@@ -89,12 +90,21 @@ struct Consumer {
 
   CHORD_DEVICE void run() {
     RingPosition at = {0, 0};
+    Position<2> slot = {1, 1};  // of the activations that stay: the next advance leads to the first
+    int row0 = -1;
     while (true) {
       barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
       Tile tile = shared.tiles[at.stage];
       tile = {uniform(tile.row0), uniform(tile.rows), uniform(tile.n_block), uniform(tile.expert)};
       if (tile.rows == 0) return;
       const int first_row = tile.n_block * kRows + warpgroup * kBlocks * kBlockRows;
+      if (kResident && tile.row0 != row0) {
+        if (row0 >= 0 && lane_id() == 0) barrier_arrive(shared_address(&shared.rows_empty[slot.stage]));
+        row0 = tile.row0;
+        slot.advance();
+        barrier_wait(shared_address(&shared.rows_full[slot.stage]), slot.parity);
+      }
+      const u32 resident = shared_address(shared.activations[slot.stage]);
       if (first_row >= n) {
         skip(at);
         continue;
@@ -104,9 +114,9 @@ struct Consumer {
       const u32 fetched = valid ? rows.fetch(row) : 0;
       float sums[kBlocks][kTokens / 2];
       if (kNarrow < kTokens && tile.rows <= kNarrow)
-        multiply_tile<kNarrow>(shared, at, warpgroup, k, sums);
+        multiply_tile<kNarrow>(shared, at, warpgroup, k, resident, sums);
       else
-        multiply_tile<kTokens>(shared, at, warpgroup, k, sums);
+        multiply_tile<kTokens>(shared, at, warpgroup, k, resident, sums);
       const int my_row = valid ? rows.resolve(tile, row, kept(fetched)) : -1;
       store_tile(shared, warpgroup, sums, tile.rows, first_row, my_row, row_weight, out, n);
     }
@@ -129,6 +139,10 @@ CHORD_DEVICE void init_ring(Shared& shared, int producers) {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), producers);
       barrier_init(shared_address(&shared.empty[stage]), kConsumers / kWarp);
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      barrier_init(shared_address(&shared.rows_full[slot]), kProducerWarps - 1);
+      barrier_init(shared_address(&shared.rows_empty[slot]), kConsumers / kWarp);
     }
     barrier_init_fence();
   }

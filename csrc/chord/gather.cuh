@@ -16,11 +16,31 @@ constexpr int kLag = CHORD_LAG;
 // A consumer frees a stage only once it holds the next: with more stages held back, the ring would lock.
 static_assert(1 <= kLag && kLag <= kStages - 2, "kLag");
 
+// The routed indices of a tile, 32 to a register across the warp; trims the tile to its last valid row, 0 if there is none.
+struct TileIds {
+  int ids[ceil_div(kTokens, kWarp)];
+
+  CHORD_DEVICE TileIds(const RoutedRows& rows, Tile& tile) {
+    int last = 0;
+#pragma unroll
+    for (int slot = 0; slot < ceil_div(kTokens, kWarp); ++slot) {
+      const int row = slot * kWarp + lane_id();
+      ids[slot] = row < tile.rows ? rows.fetch(tile.row0 + row) : -1;
+      const u32 valid = __ballot_sync(kFullMask, rows.valid(ids[slot]));
+      if (valid) last = slot * kWarp + highest_bit(valid) + 1;
+    }
+    tile.rows = last;
+  }
+  // Of a row that differs between lanes; every lane must ask. `slot` is row / 32, the same in all lanes.
+  CHORD_DEVICE int of(int slot, int row) const { return __shfl_sync(kFullMask, ids[slot], row % kWarp); }
+};
+
+CHORD_DEVICE u32 swizzled(int row, int chunk) { return row * kBlockK * 2 + ((chunk ^ (row & 7)) << 4); }
+
 template <class Scheduler>
 CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
                                    int k) {
-  constexpr int kSlots = ceil_div(kTokens, kWarp);       // ids a lane reads
-  constexpr int kCopies = ceil_div(kTokens, 16);         // rows a lane copies from: 16 are copied at a time
+  constexpr int kCopies = ceil_div(kTokens, 16);  // rows a lane copies from: 16 are copied at a time
   const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id();
   const int group_row = warp * 4 + lane / 8, chunk = lane % 8;
   RingPosition at = {0, 1};
@@ -35,32 +55,21 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
 
   Tile tile;
   while (scheduler.next(tile)) {
-    int ids[kSlots], last = 0;
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const int row = slot * kWarp + lane;
-      ids[slot] = row < tile.rows ? rows.fetch(tile.row0 + row) : -1;
-      const u32 valid = __ballot_sync(kFullMask, rows.valid(ids[slot]));
-      if (valid) last = slot * kWarp + highest_bit(valid) + 1;
-    }
-    tile.rows = last;
-    if (last == 0) continue;
-
+    const TileIds ids(rows, tile);
+    if (tile.rows == 0) continue;
     const u16* from[kCopies];
     bool copies[kCopies];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int row = i * 16 + group_row, id = __shfl_sync(kFullMask, ids[i / 2], row % kWarp);
-      copies[i] = row < last && rows.valid(id);
+      const int row = i * 16 + group_row, id = ids.of(i / 2, row);
+      copies[i] = row < tile.rows && rows.valid(id);
       from[i] = x + i64(copies[i] ? id / rows.top_k : 0) * k + chunk * 8;
     }
-    const u32 swizzled = group_row * kBlockK * 2 + ((chunk ^ (group_row & 7)) << 4);
-
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
       barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
       if (warp == started % kProducerWarps && lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
       __syncwarp();
-      const u32 to = shared_address(shared.activations[at.stage]) + swizzled;
+      const u32 to = shared_address(shared.activations[at.stage]) + swizzled(group_row, chunk);
 #pragma unroll
       for (int j = 0; j < kStageK; ++j)
 #pragma unroll
@@ -83,6 +92,64 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
     } else {
       barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
     }
+    barrier_arrive(shared_address(&shared.full[at.stage]));
+  }
+}
+
+// The same for a short K, whose activations stay while kGroup tiles of weights pass: one warp streams weights, the others
+// gather the next tile's rows, all of K, into the slot that is not in use.
+template <class Scheduler>
+CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
+                                   int k) {
+  constexpr int kRowsAtOnce = (kProducerWarps - 1) * 4, kCopies = ceil_div(kTokens, kRowsAtOnce);
+  const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id(), chunk = lane % 8;
+  RingPosition at = {0, 1};
+  Position<2> slot = {0, 1};
+  int row0 = -1;
+  Tile tile;
+  while (scheduler.next(tile)) {
+    const bool same_rows = tile.row0 == row0;
+    const TileIds ids(rows, tile);
+    if (tile.rows == 0) continue;
+    row0 = tile.row0;
+    if (warp == 0) {
+      if (lane == 0) {
+        const int end = smaller(tile.n_block + kGroup, ceil_div(n, kRows));
+        for (; tile.n_block < end; ++tile.n_block) {
+          for (int kb = 0; kb < k / kBlockK; kb += kStageK, at.advance()) {
+            barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
+            begin_stage(shared, at, tile, kb, w, n, k, 0);
+          }
+        }
+      }
+      __syncwarp();
+    } else if (!same_rows) {
+      barrier_wait(shared_address(&shared.rows_empty[slot.stage]), slot.parity);
+      const u32 to = shared_address(shared.activations[slot.stage]);
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int first = i * kRowsAtOnce, row = first + (warp - 1) * 4 + lane / 8;
+        // The rows of one step lie in at most two registers of ids.
+        const int low = ids.of(first / kWarp, row);
+        const int high = ids.of(smaller(first / kWarp + 1, ceil_div(kTokens, kWarp) - 1), row);
+        const int id = row / kWarp == first / kWarp ? low : high;
+        if (row < tile.rows && rows.valid(id)) {
+          const u16* from = x + i64(id / rows.top_k) * k + chunk * 8;
+#pragma unroll
+          for (int kb = 0; kb < kResident; ++kb)
+            copy_async_16(to + kb * kTokens * kBlockK * 2 + swizzled(row, chunk), from + kb * kBlockK);
+        }
+      }
+      copy_async_commit();
+      copy_async_wait<0>();
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.rows_full[slot.stage]));
+      slot.advance();
+    }
+  }
+  if (warp == 0 && lane == 0) {
+    end_tiles(shared, at);
     barrier_arrive(shared_address(&shared.full[at.stage]));
   }
 }

@@ -5,8 +5,6 @@
 
 namespace chord {
 
-constexpr int kProducerWarps = kWarpgroup / kWarp;
-
 // Wait for a stage, describe the tile in it if it is the tile's first, and start copying its weights.
 // `more` is what else will complete on the stage's barrier, in bytes.
 CHORD_DEVICE void begin_stage(Shared& shared, RingPosition at, const Tile& tile, int kb, const u8* w, int n, int k,

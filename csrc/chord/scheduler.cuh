@@ -1,7 +1,7 @@
 // Which tiles a thread block computes: a static rule, found on the device, without atomics.
 //
 // Rows come in segments: consecutive rows of one expert. A segment is cut into the fewest tiles of at most kTokens rows,
-// as equal as multiples of 8 allow, times n_blocks blocks of weight rows. All tiles of all segments are
+// as equal as multiples of 8 allow, times n_blocks groups of kGroup blocks of weight rows. All tiles of all segments are
 // numbered in order, tokens fastest, so that tiles which share weights run side by side; thread block b takes tiles b,
 // b + gridDim.x, ... A warp finds them together: it looks at 32 segments at a time, one a lane, and walks on.
 #pragma once
@@ -84,9 +84,9 @@ class RunSegments {
 template <class Segments>
 class TileScheduler {
  public:
-  CHORD_DEVICE TileScheduler(Segments segments, int n) : segments_(segments), n_blocks_(ceil_div(n, kRows)) {}
+  CHORD_DEVICE TileScheduler(Segments segments, int n) : segments_(segments), n_blocks_(ceil_div(n, kRows * kGroup)) {}
 
-  // The next tile of this thread block, the same in every lane; false after the last.
+  // The next tile of this thread block, the first of its group, the same in every lane; false after the last.
   CHORD_DEVICE bool next(Tile& tile) {
     while (tile_ >= window_end_) {
       if (!segments_.next(mine_)) return false;
@@ -109,7 +109,7 @@ class TileScheduler {
     const int offset = index % token_tiles * tokens;
     tile.row0 = __shfl_sync(kFullMask, mine_.row0, owner) + offset;
     tile.rows = smaller(tokens, rows - offset);
-    tile.n_block = index / token_tiles;
+    tile.n_block = index / token_tiles * kGroup;
     tile.expert = __shfl_sync(kFullMask, mine_.expert, owner);
     tile_ += gridDim.x;
     return true;

@@ -27,8 +27,16 @@ static_assert(kTokens % 8 == 0 && kNarrow % 8 == 0 && 0 < kNarrow && kNarrow <= 
 static_assert(kRows % kStripRows == 0, "whole strips");
 static_assert(kBlocks * kStageK % 2 == 0, "two register buffers take turns, chosen at compile time");
 
-// Activations of a stage: [k64 block][token][128 B], swizzled. Weights of a stage: [strip][k64 block][4608 B].
-constexpr int kActivationBytes = kStageK * kTokens * kBlockK * 2;
+// With a short K all activations of a tile stay in shared memory, for kGroup tiles that differ in weight rows only; the
+// ring then carries weights alone. 0: activations come through the ring, beside the weights.
+constexpr int kResident = CHORD_RESIDENT;  // k64 blocks that stay
+constexpr int kGroup = CHORD_GROUP;
+constexpr int kSlots = kResident ? 2 : kStages;
+static_assert(kResident % kStageK == 0 && (kResident > 0 || kGroup == 1), "whole stages; groups share what stays");
+
+// Activations of a slot: [k64 block][token][128 B], swizzled. Weights of a stage: [strip][k64 block][4608 B].
+constexpr int kActivationStageBytes = kStageK * kTokens * kBlockK * 2;
+constexpr int kActivationBytes = kResident ? kResident / kStageK * kActivationStageBytes : kActivationStageBytes;
 constexpr int kWeightBytes = kStrips * kStageK * kStripBytes;
 // The epilogue turns its tokens through shared memory, kChunk at a time.
 constexpr int kChunk = kTokens < 64 ? kTokens : 64;
@@ -43,13 +51,14 @@ struct Tile {
 };
 
 struct Shared {
-  u8 activations[kStages][kActivationBytes];  // 1024-aligned, as the swizzle and the descriptors want it
+  u8 activations[kSlots][kActivationBytes];  // 1024-aligned, as the swizzle and the descriptors want it
   u8 weights[kStages][kWeightBytes];
   u8 staging[kWarpgroups][kChunk * kRowBytes];
   Tile tiles[kStages];
   int out_row[kWarpgroups][kTokens];
   float weight[kWarpgroups][kTokens];
   u64 full[kStages], empty[kStages];
+  u64 rows_full[2], rows_empty[2];  // of the activations that stay
 };
 // Dynamic shared memory starts at 16 B alignment. The host computes the same figure to launch with.
 static_assert(CHORD_SHARED_BYTES >= sizeof(Shared) + 1024, "select.py's shared_bytes");
@@ -60,12 +69,14 @@ CHORD_DEVICE Shared& aligned_shared(u8* raw) {
   return *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
 }
 
-// A position in the ring: stages in turn, with the parity of the phase that a wait is for.
-struct RingPosition {
+// A position in a ring: stages in turn, with the parity of the phase that a wait is for.
+template <int kLength>
+struct Position {
   u32 stage, parity;
   CHORD_DEVICE void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == kLength) stage = 0, parity ^= 1;
   }
 };
+using RingPosition = Position<kStages>;
 
 }  // namespace chord

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
                   int block_size, int n, int k) {
   extern __shared__ u8 raw[];
   Shared& shared = aligned_shared(raw);
-  init_ring(shared, 1 + kProducerWarps);
+  init_ring(shared, kResident ? 1 : 1 + kProducerWarps);
   wait_for_previous_kernel();
   allow_next_kernel();
 
@@ -36,7 +36,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     give_registers();
     const int blocks = *num_tokens_padded / block_size;
     TileScheduler<RunSegments> scheduler(RunSegments(expert_ids, 1, blocks, block_size, experts), n);
-    produce_gathered(shared, scheduler, rows, x, w, n, k);
+    if constexpr (kResident > 0)
+      produce_resident(shared, scheduler, rows, x, w, n, k);
+    else
+      produce_gathered(shared, scheduler, rows, x, w, n, k);
   } else {
     take_registers();
     Consumer<RoutedRows>{shared, rows, topk_weights, out, n, k, warpgroup}.run();
