@@ -3,10 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.vllm import model
 
@@ -59,3 +62,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         nested_source=nested,
         nested=convert(nested, root / "nested", "--mode", "all", "--ep", "2"),
     )
+
+
+@pytest.fixture
+def layer() -> Iterator[Any]:
+    """The part of vLLM's RoutedExperts that is looked at before anything is loaded."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+
+    with set_current_vllm_config(VllmConfig()):
+        moe = FusedMoEConfig(
+            num_experts=8,
+            experts_per_token=2,
+            hidden_dim=256,
+            intermediate_size=128,
+            num_local_experts=8,
+            num_logical_experts=8,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.DeepSeekV3,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.bfloat16,
+        )
+        experts = RoutedExperts.__new__(RoutedExperts)
+        torch.nn.Module.__init__(experts)
+        experts.layer_name, experts.moe_config = "model.layers.1.mlp.experts", moe
+        experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name = "gate_proj", "up_proj"
+        experts.ckpt_down_proj_name = "down_proj"
+        experts.apply_router_weight_on_input = False
+        experts.swiglu_limit = experts.swiglu_alpha = experts.swiglu_beta = None
+        yield experts

@@ -7,9 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,41 +26,6 @@ SHAPE = ExpertShape(num_experts=8, hidden=256, intermediate=128)
 
 def packing(*modes: Mode, tp_size: int = 1) -> Packing:
     return Packing(modes or tuple(Mode), ParallelLayout(1, tp_size), SHAPE, (1, 2), "model.layers.")
-
-
-@pytest.fixture
-def layer() -> Iterator[Any]:
-    """The part of vLLM's RoutedExperts that is looked at before anything is loaded."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import (
-        FusedMoEConfig,
-        FusedMoEParallelConfig,
-        RoutingMethodType,
-    )
-
-    with set_current_vllm_config(VllmConfig()):
-        moe = FusedMoEConfig(
-            num_experts=8,
-            experts_per_token=2,
-            hidden_dim=256,
-            intermediate_size=128,
-            num_local_experts=8,
-            num_logical_experts=8,
-            activation=MoEActivation.SILU,
-            device="cpu",
-            routing_method=RoutingMethodType.DeepSeekV3,
-            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-            in_dtype=torch.bfloat16,
-        )
-        yield SimpleNamespace(
-            layer_name="model.layers.1.mlp.experts",
-            moe_config=moe,
-            apply_router_weight_on_input=False,
-            swiglu_limit=None,
-            swiglu_alpha=None,
-            swiglu_beta=None,
-        )
 
 
 def parallel(layer: Any, **fields: Any) -> None:
