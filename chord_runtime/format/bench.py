@@ -23,7 +23,7 @@ from chord_runtime.format.block import GROUP_SIZE, packed_bytes
 HIDDEN, INTERMEDIATE = 7168, 2048
 EXPERTS = 6
 CHUNK_ROWS = 896
-"""Rows that the converter cuts into TP ranks at a time: they come from the cache for all ranks but the first."""
+"""Rows that the converter reads, and then cuts into TP ranks, at a time: about what a core's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -50,45 +50,61 @@ CASES = (
 
 
 class Expert:
-    """Source and packed bytes of one expert, each in one piece of memory."""
+    """Source and packed bytes of one expert."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.parts = [_source(case) for _ in range(2 if case.gate_up else 1)]
         self.packed = torch.zeros(case.nbytes, dtype=torch.uint8)
         self.copy = torch.zeros(case.nbytes, dtype=torch.uint8)
+        self.chunk = [torch.empty_like(tensor[:CHUNK_ROWS]) for tensor in self.parts[0]]
 
     def pack(self) -> None:
-        """Pack, by rows and then ranks as the converter does when there are several."""
-        self._each(native.pack)
-
-    def unpack(self) -> None:
-        """The inverse, into the source's memory."""
-        self._each(native.unpack)
+        """Pack. With several ranks: by chunks of rows, each read first, as the converter does."""
+        case, out = self.case, self.packed.data_ptr()
+        if case.tp == 1:
+            native.pack(out, *(_rows(*part, case.k) for part in self.parts))
+            return
+        k = case.k // case.tp
+        for row in range(0, case.rows, CHUNK_ROWS):
+            words, scale = self._read(row)
+            for rank in range(case.tp):
+                native.pack(out, _rows(words[:, rank * k // 8 :], scale[:, rank * k // GROUP_SIZE :], k))
+                out += packed_bytes(CHUNK_ROWS, k)
 
     def memcpy(self) -> None:
-        """As many bytes, from the packed weight elsewhere."""
-        ctypes.memmove(self.copy.data_ptr(), self.packed.data_ptr(), self.case.nbytes)
+        """Move as many bytes, by the same chunks read first."""
+        if self.case.tp == 1:
+            ctypes.memmove(self.copy.data_ptr(), self.packed.data_ptr(), self.case.nbytes)
+            return
+        out = self.copy.data_ptr()
+        for row in range(0, self.case.rows, CHUNK_ROWS):
+            for tensor in self._read(row):
+                ctypes.memmove(out, tensor.data_ptr(), tensor.nbytes)
+                out += tensor.nbytes
 
-    def _each(self, run: Callable[[int, native.Rows, native.Rows | None], object]) -> None:
-        case, out = self.case, self.packed.data_ptr()
-        rows = case.rows if case.tp == 1 else CHUNK_ROWS
+    def unpack(self) -> None:
+        """The inverse of ``pack``, into the source's memory."""
+        case, packed = self.case, self.packed.data_ptr()
+        if case.tp == 1:
+            native.unpack(packed, *(_rows(*part, case.k) for part in self.parts))
+            return
         k = case.k // case.tp
-        for row in range(0, case.rows, rows):
+        for row in range(0, case.rows, CHUNK_ROWS):
+            words, scale = (tensor[row : row + CHUNK_ROWS] for tensor in self.parts[0])
             for rank in range(case.tp):
-                weights = [
-                    native.Rows(
-                        words=words.data_ptr() + row * case.k // 2 + rank * k // 2,
-                        scale=scale.data_ptr() + row * case.k // 16 + rank * k // 16,
-                        rows=rows,
-                        k=k,
-                        words_stride=case.k // 2,
-                        scale_stride=case.k // 16,
-                    )
-                    for words, scale in self.parts
-                ]
-                run(out, weights[0], weights[1] if case.gate_up else None)
-                out += packed_bytes(rows * len(weights), k)
+                native.unpack(packed, _rows(words[:, rank * k // 8 :], scale[:, rank * k // GROUP_SIZE :], k))
+                packed += packed_bytes(CHUNK_ROWS, k)
+
+    def _read(self, row: int) -> list[Tensor]:
+        for to, source in zip(self.chunk, self.parts[0], strict=True):
+            ctypes.memmove(to.data_ptr(), source[row:].data_ptr(), to.nbytes)
+        return self.chunk
+
+
+def _rows(words: Tensor, scale: Tensor, k: int) -> native.Rows:
+    strides = 4 * words.stride(0), 2 * scale.stride(0)
+    return native.Rows(words.data_ptr(), scale.data_ptr(), len(words), k, *strides)
 
 
 def main() -> None:

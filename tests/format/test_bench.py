@@ -36,7 +36,12 @@ def test_an_expert_is_packed_and_unpacked(case: bench.Case) -> None:
     expert.unpack()
     assert all(map(torch.equal, source, (tensor for part in expert.parts for tensor in part)))
     expert.memcpy()
-    assert torch.equal(expert.copy, expert.packed)
+    if case.tp == 1:
+        assert torch.equal(expert.copy, expert.packed)
+    else:
+        words, scale = expert.parts[0]
+        first = words[: bench.CHUNK_ROWS].reshape(-1).view(torch.uint8)
+        assert torch.equal(expert.copy[: first.numel()], first)
 
 
 def test_a_line_of_the_table() -> None:
