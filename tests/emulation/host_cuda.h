@@ -123,6 +123,13 @@ unsigned __match_any_sync(unsigned, T value) {
     return mask;
   });
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  return host::exchange(mine, [=](const unsigned* all) {
+    unsigned mask = 0;
+    for (int lane = 0; lane < 32; lane++) mask |= all[lane] << lane;
+    return mask;
+  });
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }

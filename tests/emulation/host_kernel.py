@@ -16,13 +16,14 @@ from chord_runtime.resources import csrc_dir
 
 
 class HostKernel:
-    """One instantiation; ``folder`` holds what is built."""
+    """One instantiation; ``folder`` holds what is built. The kernel's text is its file's unless given."""
 
-    def __init__(self, name: str, defines: Mapping[str, int], folder: Path) -> None:
+    def __init__(self, name: str, defines: Mapping[str, int], folder: Path, text: str | None = None) -> None:
         compiler = shutil.which("g++")
         if compiler is None:
             pytest.skip("emulating a kernel needs g++")
-        text = (Path(csrc_dir()) / "kernels" / f"{name}.cu").read_text()
+        if text is None:
+            text = (Path(csrc_dir()) / "kernels" / f"{name}.cu").read_text()
         text, _ = re.subn(r"asm\(\"cvt\.rn\.bf16x2\.f32[^\n]*;\n", "pair = host_bf16x2(low, high);\n", text)
         source, library = folder / f"{name}.cpp", folder / f"{name}-{'-'.join(map(str, defines.values()))}.so"
         entry = f'extern "C" void* entry() {{ return (void*)host::Launch<chord_{name}>::run; }}\n'
