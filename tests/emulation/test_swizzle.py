@@ -9,22 +9,18 @@ ROW_BYTES = 128
 
 
 def test_gathered_chunks_lie_where_the_swizzle_puts_them() -> None:
-    header = Header("gather.cuh")
-    expression = assigned(header.function("produce_gathered"), "swizzled")
+    expression = returned(Header("gather.cuh").function("swizzled"))
     values = Header("block.cuh").constants()
-    for warp in range(4):
-        banks = []
-        for lane in range(32):
-            body = header.function("produce_gathered")
-            row = evaluate(assigned(body, "group_row"), {"warp": warp, "lane": lane})
-            chunk = evaluate(assigned(body, "chunk"), {"lane": lane})
-            at = evaluate(expression, {**values, "group_row": row, "chunk": chunk})
-            assert at == swizzle_128(row * ROW_BYTES + chunk * 16)
-            banks.append(at // 16 % 8)
-        assert all(len(set(banks[i : i + 8])) == 8 for i in range(0, 32, 8))
+    for row in range(128):
+        places = [evaluate(expression, {**values, "row": row, "chunk": chunk}) for chunk in range(8)]
+        assert places == [swizzle_128(row * ROW_BYTES + 16 * chunk) for chunk in range(8)]
+    for chunk in range(8):  # the same chunk of eight rows, as wgmma reads it, comes from eight different banks
+        column = [evaluate(expression, {**values, "row": row, "chunk": chunk}) for row in range(8)]
+        assert len({place // 16 % 8 for place in column}) == 8
 
 
 def test_sixteen_rows_further_the_swizzle_is_the_same() -> None:
+    """The gather adds multiples of 16 rows to a lane's place instead of computing it again."""
     for address in range(0, 16 * ROW_BYTES, 16):
         assert swizzle_128(address + 16 * ROW_BYTES) == swizzle_128(address) + 16 * ROW_BYTES
 
