@@ -13,7 +13,7 @@ from chord_convert.executors import threads
 from chord_convert.finish import finish, provenance
 from chord_convert.plan import Options, Plan, Task, make_plan
 from chord_convert.progress import Progress
-from chord_convert.resume import Part, claim, gate, is_finished, record
+from chord_convert.resume import Part, claim, gate, is_finished, record, release
 from chord_convert.source import Source, open_source
 from chord_convert.validate import validate
 from chord_runtime.errors import OutputError, SourceError, Unfinished
@@ -101,6 +101,7 @@ def _finish_if_last(prepared: Prepared, directory: Path, origin: Provenance) -> 
     with gate(directory):
         # Another part may have finished the directory while this one waited at the gate.
         if (directory / MANIFEST).exists():
+            release(directory)
             return 0
         rest = sum(len(task.outputs) for task in plan.tasks if not is_finished(directory, task))
         if not rest:

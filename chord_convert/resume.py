@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chord_convert.plan import Plan, Task
-from chord_convert.write import TEMPORARY, output_error, sync_directory, write_small
+from chord_convert.write import TEMPORARY, is_at, output_error, sync_directory, write_small
 from chord_runtime.errors import FormatError, OutputError
 from chord_runtime.format.layout import MANIFEST, PROGRESS
 from chord_runtime.format.metadata import Manifest
@@ -46,12 +46,12 @@ def claim(directory: Path, wanted: dict[str, Any], fingerprint: str, part: Part 
     ``fingerprint`` tells whether the source may have changed since an interrupted run. Raises OutputError if the
     directory is in use, was made with other options or from another source, or holds something else.
     """
-    if not directory.exists():
-        try:
-            directory.mkdir(parents=True)
-        except OSError as error:
-            raise output_error(directory, error) from None
-    _refuse_foreign(directory)
+    if directory.exists() and not directory.is_dir():
+        raise OutputError(f"{directory} is not a directory: choose another one with -o")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise output_error(directory, error) from None
     with ExitStack() as held:
         shared = part is not None
         held.enter_context(_lock(directory / LOCK, shared=shared))
@@ -106,6 +106,7 @@ def _admit(directory: Path, wanted: dict[str, Any], fingerprint: str, keep_tempo
             raise OutputError(f"{progress} cannot be read ({error}): choose another directory, or empty it") from None
         _refuse_different(directory, found, wanted)
     else:
+        _refuse_foreign(directory)
         write_small(progress, (json.dumps(wanted, indent=1, sort_keys=True) + "\n").encode())
     if not keep_temporaries:
         for path in directory.rglob(f"*{TEMPORARY}"):
@@ -114,13 +115,12 @@ def _admit(directory: Path, wanted: dict[str, Any], fingerprint: str, keep_tempo
 
 
 def _refuse_foreign(directory: Path) -> None:
-    if not directory.is_dir():
-        raise OutputError(f"{directory} is not a directory: choose another one with -o")
-    names = {path.name for path in directory.iterdir()}
-    foreign = {name for name in names if not name.startswith((LOCK, PROGRESS))}
-    if foreign and not names & {MANIFEST, PROGRESS}:
+    foreign = sorted(path.name for path in directory.iterdir() if not path.name.startswith((LOCK, PROGRESS)))
+    if foreign:
+        for path in directory.glob(f"{LOCK}*"):
+            path.unlink(missing_ok=True)
         raise OutputError(
-            f"{directory} holds files that chord-convert did not write ({', '.join(sorted(foreign)[:3])}, …): "
+            f"{directory} holds files that chord-convert did not write ({', '.join(foreign[:3])}, …): "
             "choose an empty or new directory with -o"
         )
 
@@ -170,7 +170,7 @@ def _acquire(path: Path, kind: int) -> int:
         try:
             fcntl.flock(descriptor, kind)
             # A run that finished may have removed the file between our open and our lock.
-            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            if is_at(path, descriptor):
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)

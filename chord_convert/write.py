@@ -198,7 +198,7 @@ def _open_locked(path: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever held it before may have renamed or removed it between our open and our lock.
-            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            if is_at(path, descriptor):
                 os.ftruncate(descriptor, 0)
                 _set_direct(descriptor, True)
                 return descriptor
@@ -209,6 +209,14 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             raise output_error(path, error) from None
         os.close(descriptor)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` still names the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _set_direct(descriptor: int, wanted: bool) -> None:

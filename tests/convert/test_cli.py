@@ -19,7 +19,7 @@ from chord_runtime.format.layout import MANIFEST
 from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import snapshot
 
-COMMAND = [sys.executable, "-c", "from chord_convert.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "chord_convert"]
 
 
 def convert(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -145,11 +145,21 @@ def test_ranks_that_cannot_be(text: str) -> None:
 def test_memory_stays_below_a_gigabyte_at_full_size(tmp_path: Path, tp: int) -> None:
     """Four workers on experts of full size; and what they write is the source, bit for bit."""
     write_layers(tmp_path / "model", layers=2, experts=8)
-    watched = f"import atexit; atexit.register(lambda: print(open('/proc/self/status').read())); {COMMAND[-1]}"
+    report = "import atexit; atexit.register(lambda: print(open('/proc/self/status').read()))"
+    watched = f"{report}; from chord_convert.cli import main; main()"
     options = ["--ep", "4", "--tp", str(tp), "--workers", "4", "-o", str(tmp_path / "out")]
-    command = [*COMMAND[:-1], watched, str(tmp_path / "model"), *options]
+    command = [sys.executable, "-c", watched, str(tmp_path / "model"), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     (peak,) = [int(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("VmHWM")]
     assert peak < 1 << 20
     assert peak < 300_000, "far more than the buffers need"
     assert compare(tmp_path / "out", str(tmp_path / "model")).findings == ()
+
+
+@pytest.mark.slow
+def test_benchmark_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "chord_convert.bench", "--directory", str(tmp_path), "--gigabytes", "1"]
+    result = subprocess.run([*command, "--runs", "1"], capture_output=True, text=True, timeout=300, check=True)
+    assert "convert / cp = " in result.stdout
+    assert "bound by" in result.stdout
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from chord_runtime.errors import OutputError, UsageError
 from chord_runtime.format.layout import MANIFEST
 from tests.convert.helpers import options, run, snapshot
 
-COMMAND = [sys.executable, "-c", "from chord_convert.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "chord_convert"]
 
 
 def test_parts_one_after_the_other(model: Path, packed: Path, tmp_path: Path) -> None:
