@@ -117,7 +117,10 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
     elif mode == "masked":
         chosen = _masked(n, experts, rows, sms)
     else:
-        chosen = _indexed(n, k, experts, rows, sms)
+        chosen = _indexed(n, experts, rows, sms)
+        if k <= _RESIDENT_K:
+            why = chosen.why + "; K is short: activations stay while weights stream by"
+            chosen = replace(chosen, stage_k=2, resident=k // BLOCK_K, group=_GROUP, why=why)
     return _overridden(_fit(chosen, k))
 
 
@@ -133,7 +136,7 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
 
 
-def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
+def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     most = rows + 2 * math.isqrt(rows)  # routing scatters: about as many as the busier experts have
     if most <= 16:
         return _decode(16, 8, n, experts, sms, gathered=True)
@@ -146,12 +149,7 @@ def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
     busy = rows + 3 * math.isqrt(rows) // 2
     tokens = _up(-(-busy // -(-busy // 128)))
     why = f"runs of about {rows} rows are cut into equal tiles: N fits those, or N - 8"
-    chosen = _prefill(tokens, max(tokens - 8, 8), 0, why)
-    if k > _RESIDENT_K:
-        return chosen
-    blocks = k // BLOCK_K
-    why += "; K is short: activations stay while weights stream by"
-    return replace(chosen, stage_k=2 - blocks % 2, resident=blocks, group=_GROUP, why=why)
+    return _prefill(tokens, max(tokens - 8, 8), 0, why)
 
 
 def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, gathered: bool) -> TileConfig:
