@@ -120,9 +120,11 @@ def _indexed(
 ) -> tuple[Tensor, Tensor]:
     route = routing.indexed(topk_ids, layer.w13.num_experts, block_size, layer.expert_map)
     buffers = route.sorted_ids, route.expert_ids, route.num_tokens_padded
-    hidden = api.indexed(x, layer.w13, *buffers, topk_ids.shape[1], block_size, activation="swiglu")
+    top_k, expected_m = topk_ids.shape[1], route.expected_m
+    hidden = api.indexed(x, layer.w13, *buffers, top_k, block_size, expected_m=expected_m, activation="swiglu")
     weights = topk_weights.contiguous()
-    return api.indexed(hidden, layer.w2, *buffers, 1, block_size, topk_weights=weights), route.rows
+    down = api.indexed(hidden, layer.w2, *buffers, 1, block_size, expected_m=expected_m, topk_weights=weights)
+    return down, route.rows
 
 
 _MODES = {Mode.INDEXED: _indexed, Mode.CONTIGUOUS: _contiguous, Mode.MASKED: _masked}

@@ -65,6 +65,8 @@ class IndexedRouting:
     num_tokens_padded: Tensor
     """int32 [1], used part of ``sorted_ids``."""
     block_size: int
+    expected_m: int
+    """Rows an expert has on average, as far as the host knows."""
     rows: Tensor
     """int32 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
 
@@ -124,7 +126,7 @@ def masked(
     the CPU; on CUDA, where that is not read, its last choices are routed nowhere.
     """
     max_m = topk_ids.shape[0] if max_m is None else max_m
-    expected_m = max(1, -(-topk_ids.numel() // max(1, num_experts if expert_map is None else expert_map.numel())))
+    expected_m = _expected_m(topk_ids, num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         routed, masked_m, _, rows, weights = _OPS.align(
             topk_ids, expert_map, topk_weights, Layout.MASKED, num_experts, max_m
@@ -154,11 +156,12 @@ def indexed(
     topk_ids: Tensor, num_experts: int, block_size: int = 16, expert_map: Tensor | None = None
 ) -> IndexedRouting:
     """Blocks of ``block_size`` routed indices of one expert. Other arguments are those of :func:`contiguous`."""
+    expected_m = _expected_m(topk_ids, num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         sorted_ids, expert_ids, used, rows, _ = _OPS.align(
             topk_ids, expert_map, None, Layout.INDEXED, num_experts, block_size
         )
-        return IndexedRouting(sorted_ids, expert_ids, used, block_size, rows)
+        return IndexedRouting(sorted_ids, expert_ids, used, block_size, expected_m, rows)
     local = _local(topk_ids, num_experts, expert_map)
     size = capacity(local.numel(), num_experts, block_size)
     counts = _counts(local, num_experts)
@@ -172,6 +175,7 @@ def indexed(
         expert_ids=_scatter(size // block_size, -1, blocks, local.to(torch.int32)),
         num_tokens_padded=ends[-1:].to(torch.int32),
         block_size=block_size,
+        expected_m=expected_m,
         rows=torch.where(local >= 0, index, -1).view(topk_ids.shape),
     )
 
@@ -196,6 +200,11 @@ def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         # Rows that no expert wrote may hold anything, so they are replaced rather than multiplied by zero.
         total += torch.where((row >= 0).unsqueeze(1), results[row.clamp(min=0)], 0)
     return out.copy_(total)
+
+
+def _expected_m(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> int:
+    """Choices divided by the experts, of all ranks, that they are spread over."""
+    return max(1, -(-topk_ids.numel() // max(1, num_experts if expert_map is None else expert_map.numel())))
 
 
 def _kernel_takes(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> bool:

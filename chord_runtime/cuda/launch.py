@@ -125,6 +125,7 @@ def indexed(
     n: int,
     gate_up: bool,
     swiglu: bool,
+    expected_m: int = 0,
     *,
     tile: TileConfig | None = None,
 ) -> None:
@@ -134,7 +135,7 @@ def indexed(
     rows = tokens * top_k
     if not rows:
         return
-    kernel = _kernel("indexed", x, w, n, k, -(-rows // experts), gate_up, swiglu, tile)
+    kernel = _kernel("indexed", x, w, n, k, expected_m or -(-rows // experts), gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
     if kernel.name == "portable":
         pointers = (w.data_ptr(), sorted_ids.data_ptr(), weight, out.data_ptr())
