@@ -5,6 +5,7 @@ Tasks are safe to repeat, so Ray may run one again whose worker or node died; th
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run(
     except ImportError:
         raise UsageError("--executor ray needs Ray: pip install chord-moe[ray], or use --executor threads") from None
     if not ray.is_initialized():
-        cpus = None if address else workers
+        cpus = None if address or "RAY_ADDRESS" in os.environ else workers
         ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
     do = ray.remote(max_retries=_RETRIES, num_cpus=1)(_do)
     place, commit = source.identity.location, source.identity.commit

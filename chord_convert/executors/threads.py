@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,20 +45,26 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
                 return
             progress.done(task, run_task(task, source, directory, buffers, tick), worker=number)
 
-    with _ctrl_c(stop), ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
+    def halt() -> None:
+        stop.set()
+        if source.remote:
+            source.close()  # ends the waits before a retry
+
+    with _ctrl_c(halt), ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
         futures = [pool.submit(work, number) for number in range(workers)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            stop.set()
+            if not all(future.done() and future.exception() is None for future in futures):
+                halt()
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
         raise error
 
 
 @contextmanager
-def _ctrl_c(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C sets ``stop`` and is raised when the block has ended, so that it cannot cut a clean-up short.
+def _ctrl_c(halt: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls ``halt`` and is raised when the block has ended, so that it cannot cut a clean-up short.
 
     A second Ctrl-C is raised where it comes. Only the main thread can do this; elsewhere nothing changes.
     """
@@ -72,7 +78,7 @@ def _ctrl_c(stop: threading.Event) -> Iterator[None]:
         if interrupted:
             raise KeyboardInterrupt
         interrupted = True
-        stop.set()
+        halt()
 
     before = signal.signal(signal.SIGINT, handle)
     try:

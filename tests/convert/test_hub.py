@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,3 +113,22 @@ def test_troubles_that_stay_end_unfinished_and_resume(server: HubServer, tmp_pat
     run(Path(REPO), tmp_path / "out")
     run(Path(REPO), tmp_path / "undisturbed")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_does_not_wait_for_retries(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "Retry", lambda: Retry(attempts=9, first=300.0, longest=300.0))
+    prepared = prepare(REPO, options())
+    server.faults.append(Fault("status", path="model-00003", status=503, times=10**9))
+
+    def interrupt() -> None:
+        while not any(request.status == 503 for request in server.requests):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    started = time.monotonic()
+    with prepared.source, pytest.raises(KeyboardInterrupt):
+        convert(prepared, tmp_path / "out")
+    assert time.monotonic() - started < 60
+    assert not list((tmp_path / "out").glob("*.tmp"))
