@@ -71,13 +71,20 @@ class IndexedRouting:
     """int32 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
 
 
+CONTIGUOUS_ROWS = 1 << 30
+"""Rows of an expert, on average, from which a sorted copy of them pays. Beyond every batch: indexed takes all."""
+
+
 def convention(routed: int, num_experts: int, modes: Collection[Mode]) -> Mode:
     """How the layer runs ``routed`` choices among ``num_experts`` experts (of all ranks), if it may choose.
 
-    Indexed needs no sorted copy of the rows, so it is taken at every size; contiguous, then masked, for weights that
-    were not packed for it. Only shapes decide, so a captured CUDA graph holds one choice.
+    Of the modes that the weights were packed for: contiguous from ``CONTIGUOUS_ROWS`` on, else indexed, which copies
+    nothing. Only shapes decide, so a captured CUDA graph holds one choice; a row's bits are the same either way.
     """
-    return next((mode for mode in (Mode.INDEXED, Mode.CONTIGUOUS, Mode.MASKED) if mode in modes), Mode.INDEXED)
+    order = [Mode.INDEXED, Mode.CONTIGUOUS, Mode.MASKED]
+    if routed >= CONTIGUOUS_ROWS * num_experts:
+        order = [Mode.CONTIGUOUS, Mode.INDEXED, Mode.MASKED]
+    return next((mode for mode in order if mode in modes), Mode.INDEXED)
 
 
 def block_rows(routed: int, num_experts: int) -> int:

@@ -14,22 +14,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.platforms import current_platform
 
-from chord_runtime.format.layout import Mode
 from chord_runtime.layer import PackedLayer, moe_layer
 from chord_runtime.ops.api import masked
-
-CONTIGUOUS_ROWS = 64
-"""Rows of an expert, on average, from which sorting them into runs of 128 pays; below, padding costs more."""
-
-
-def standard_mode(num_tokens: int, top_k: int, num_experts: int, modes: tuple[Mode, ...]) -> Mode:
-    """Contiguous for prefill-sized batches, indexed for small ones, from what the weights were packed for.
-
-    ``num_experts`` is the global number: routing spreads tokens over all of them. Only shapes decide, so a captured
-    CUDA graph holds one choice, and a row's bits are the same either way.
-    """
-    wanted = Mode.CONTIGUOUS if num_tokens * top_k >= CONTIGUOUS_ROWS * num_experts else Mode.INDEXED
-    return wanted if wanted in modes else next(mode for mode in (Mode.INDEXED, Mode.CONTIGUOUS) if mode in modes)
 
 
 class ChordExperts(mk.FusedMoEExpertsModular):
@@ -113,9 +99,7 @@ class StandardExperts(ChordExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Fill ``output`` [tokens, hidden]."""
-        tokens, top_k = topk_ids.shape
-        mode = standard_mode(tokens, top_k, global_num_experts, self.layer.w13.modes)
-        moe_layer(hidden_states, self.layer, topk_ids, topk_weights.float(), mode=mode, out=output)
+        moe_layer(hidden_states, self.layer, topk_ids, topk_weights.float(), out=output)
 
 
 class BatchedExperts(ChordExperts):
