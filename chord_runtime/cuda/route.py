@@ -60,9 +60,11 @@ def align(
 
 def gather(x: Tensor, routed: Tensor, choices: int, top_k: int) -> Tensor:
     """``chord::gather``: row i of the result is row ``routed[i] // top_k`` of ``x``; unset where that is no row."""
+    x = x.contiguous()
     out = x.new_empty((routed.shape[0], x.shape[1]))
+    _check_alignment(x)
     kernel, constants = _kernel("gather", x.get_device())
-    arguments = (x.contiguous().data_ptr(), routed.data_ptr(), out.data_ptr(), choices, top_k, x.shape[1])
+    arguments = (x.data_ptr(), routed.data_ptr(), out.data_ptr(), choices, top_k, x.shape[1])
     kernel.launch(routed.shape[0], 1, constants["chord_gather_threads"], arguments, _GATHER)
     return out
 
@@ -71,6 +73,7 @@ def combine(results: Tensor, rows: Tensor, out: Tensor) -> None:
     """``chord::combine``: ``out[t]`` = Σ of rows ``rows[t]`` of ``results``, −1 for none."""
     tokens, top_k = rows.shape
     columns = results.shape[1]
+    _check_alignment(results, out)
     kernel, constants = _kernel("combine", results.get_device())
     blocks = -(-columns // constants["chord_combine_columns"])
     arguments = (results.data_ptr(), rows.data_ptr(), out.data_ptr(), top_k, columns)
@@ -84,6 +87,15 @@ def _kernel(name: str, device: int, align: tuple[int, int] | None = None) -> tup
 
     cubin = compile_kernel(name, defines, arch_of(torch.cuda.get_device_capability(device)))
     return Handle(cubin, device), cubin.constants
+
+
+def _check_alignment(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.data_ptr() & 15:
+            raise UsageError(
+                f"activations must start at multiples of 16 bytes; found {tensor.data_ptr():#x}: pass tensors that do "
+                "not start inside another one, or copies of them"
+            )
 
 
 def _pointer(tensor: Tensor | None) -> int:
