@@ -116,7 +116,12 @@ def load(
     experts = tuple(layout.experts_of(ep_rank, packing.shape.num_experts))
     reader = _Reader(opened, _owners(opened, experts), experts, tp_rank, verify)
     with ThreadPoolExecutor(max(1, min(workers, len(numbers))), thread_name_prefix="load") as pool:
-        results = list(pool.map(lambda number: reader.layer(number, torch.device(device)), numbers))
+        reads = [pool.submit(reader.layer, number, torch.device(device)) for number in numbers]
+        try:
+            results = [read.result() for read in reads]
+        except BaseException:  # one error, or Ctrl-C, is enough: do not read what is left
+            pool.shutdown(cancel_futures=True)
+            raise
     report = LoadReport(
         files=sum(result.files for result in results),
         header_bytes=sum(result.header_bytes for result in results),

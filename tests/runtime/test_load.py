@@ -175,6 +175,20 @@ def test_an_io_error_names_the_file(packed: Path, monkeypatch: pytest.MonkeyPatc
         chord.load(packed)
 
 
+def test_an_error_ends_the_load(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that have not begun are not read any more."""
+    read: list[Path] = []
+
+    def fail(path: Path, *_: object) -> None:
+        read.append(path)
+        raise FormatError("the first one")
+
+    monkeypatch.setattr(loader, "read_tensors", fail)
+    with pytest.raises(FormatError, match="the first one"):
+        chord.load(packed, layers=[1, 2] * 20, workers=1)
+    assert len(read) < 5
+
+
 def truncate(directory: Path) -> None:
     os.truncate(expert_files(directory)[0], 100_000)
 
