@@ -14,7 +14,7 @@ namespace chord {
 
 constexpr int kLag = CHORD_LAG;
 // A consumer frees a stage only once it holds the next: with more stages held back, the ring would lock.
-static_assert(1 <= kLag && kLag <= kStages - 2, "kLag");
+static_assert(kResident || (1 <= kLag && kLag <= kStages - 2), "kLag: of rows that go through the ring");
 
 // The routed indices of a tile, 32 to a register across the warp; trims the tile to its last valid row, 0 if there is none.
 struct TileIds {
