@@ -69,7 +69,7 @@ class Packing:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "quantization_config in config.json") -> Packing:
-        """From the ``quantization_config`` block of config.json; raises FormatError for one that Chord did not write."""
+        """From config.json's ``quantization_config``; raises FormatError for one that Chord did not write."""
         if config.get("format_version") != FORMAT_VERSION:
             raise FormatError(
                 f"{where} is packed format version {config.get('format_version')}; this Chord reads version "

@@ -39,7 +39,7 @@ def test_an_expert_is_packed_and_unpacked(case: bench.Case) -> None:
     if case.tp == 1:
         assert torch.equal(expert.copy, expert.packed)
     else:
-        words, scale = expert.parts[0]
+        words, _ = expert.parts[0]
         first = words[: bench.CHUNK_ROWS].reshape(-1).view(torch.uint8)
         assert torch.equal(expert.copy[: first.numel()], first)
 
