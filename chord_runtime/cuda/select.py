@@ -120,7 +120,11 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
         chosen = _indexed(n, experts, rows, sms)
         if k <= _RESIDENT_K:
             why = chosen.why + "; K is short: activations stay while weights stream by"
-            chosen = replace(chosen, stage_k=2, resident=k // BLOCK_K, group=_GROUP, why=why)
+            # Whole rows of K are gathered at once: wide tiles need the producer's registers more than it does.
+            registers = 72 if chosen.tokens > 96 else chosen.producer_registers
+            chosen = replace(
+                chosen, stage_k=2, resident=k // BLOCK_K, group=_GROUP, producer_registers=registers, why=why
+            )
     return _overridden(_fit(chosen, k))
 
 
