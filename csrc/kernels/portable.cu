@@ -95,7 +95,8 @@ CHORD_DEVICE void multiply(Scheduler scheduler, Rows rows, const u16* x, const u
 }
 
 // CHORD_MODE: 0 contiguous (routing = m_indices), 1 masked (masked_m), 2 indexed (sorted_ids).
-extern "C" __global__ void __launch_bounds__(kWarpgroup)
+// Six blocks a multiprocessor: left alone, ptxas aims at eight and spills.
+extern "C" __global__ void __launch_bounds__(kWarpgroup, 6)
     chord_portable(const u16* __restrict__ x, const u8* __restrict__ w, const int* __restrict__ routing,
                    const int* __restrict__ expert_ids, const int* __restrict__ num_tokens_padded,
                    const float* __restrict__ row_weight, u16* __restrict__ out, int experts, int num_rows, int top_k,
