@@ -40,7 +40,9 @@ class Progress:
         self._total, self._done = total, kept
         self._started = self._shown = time.monotonic()
         if self._with_bar:
-            self._bar = tqdm(total=total, initial=kept, unit="B", unit_scale=True, file=self._stream, smoothing=0.05)
+            self._bar = tqdm(
+                total=total, initial=kept, unit="B", unit_scale=True, file=self._stream, dynamic_ncols=True
+            )  # fmt: skip
         self.event("start", total_bytes=total, kept_bytes=kept)
 
     def add(self, worker: int, count: int) -> None:

@@ -13,7 +13,7 @@ from chord_convert.plan import Task
 from chord_convert.progress import Progress
 from chord_convert.source import Source, open_source
 from chord_convert.tasks import Buffers, run_task
-from chord_runtime.errors import ChordError, Unfinished, UsageError
+from chord_runtime.errors import ChordError, SourceError, Unfinished, UsageError
 
 _RETRIES = 5
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -41,14 +41,14 @@ def run(
         cpus = None if address or "RAY_ADDRESS" in os.environ else workers
         ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
     do = ray.remote(max_retries=_RETRIES, num_cpus=1)(_do)
-    place, commit = source.identity.location, source.identity.commit
+    place, commit, fingerprint = source.identity.location, source.identity.commit, source.fingerprint()
     waiting = list(reversed(tasks))
     running: dict[Any, Task] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 task = waiting.pop()
-                running[do.remote(task, place, commit, token, str(directory.absolute()))] = task
+                running[do.remote(task, place, commit, fingerprint, token, str(directory.absolute()))] = task
             done, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
             for reference in done:
                 has_zero, node = ray.get(reference)
@@ -65,10 +65,14 @@ def run(
             ray.cancel(reference, force=True)
 
 
-def _do(task: Task, place: str, commit: str | None, token: str | None, directory: str) -> tuple[bool, str]:
+def _do(
+    task: Task, place: str, commit: str | None, fingerprint: str, token: str | None, directory: str
+) -> tuple[bool, str]:
     """One task in a Ray worker; returns what ``run_task`` does, and the node's id."""
     import ray
 
     with open_source(place, commit, token) as source:
+        if source.fingerprint() != fingerprint:
+            raise SourceError(f"{place} is not the same here as where the run was planned: put the same files there")
         has_zero = run_task(task, source, Path(directory), Buffers(), lambda count: None)
     return has_zero, str(ray.get_runtime_context().get_node_id())

@@ -58,7 +58,7 @@ def held(plan: Plan) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     layers=st.lists(st.integers(0, 90), min_size=1, max_size=3, unique=True),
     share=st.integers(1, 6),

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from chord_convert.executors import ray as executor
-from chord_runtime.errors import ScaleError
+from chord_runtime.errors import ScaleError, Unfinished
 from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import options, run, snapshot
 
@@ -63,6 +64,18 @@ def test_a_worker_killed_in_the_middle_of_a_file(tmp_path: Path) -> None:
     assert killed
     run(model, tmp_path / "undisturbed", options(2))
     assert snapshot(output) == snapshot(tmp_path / "undisturbed")
+
+
+def test_a_source_that_changed_since_the_plan(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+
+    def change_first(*arguments: Any) -> None:
+        os.utime(model / "model-00002-of-000004.safetensors")
+        executor.run(*arguments)
+
+    with pytest.raises(Unfinished, match="not the same here"):
+        run(model, tmp_path / "out", run=change_first)
+    assert not list((tmp_path / "out").glob("experts*"))
 
 
 def test_a_tasks_error_is_the_runs_error(tmp_path: Path) -> None:
