@@ -194,6 +194,8 @@ def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
     if x.is_cuda:
         gathered: Tensor = _OPS.gather(x, routed, topk_ids.numel(), topk_ids.shape[1])
         return gathered
+    if not x.shape[0]:
+        return x.new_empty((routed.shape[0], x.shape[1]))
     return x[routed.clamp(min=0) // topk_ids.shape[1]]
 
 
@@ -274,4 +276,6 @@ def _choices(row: Tensor, local: Tensor, topk_ids: Tensor) -> Tensor:
 def _weights(routed: Tensor, topk_weights: Tensor | None) -> Tensor | None:
     if topk_weights is None:
         return None
+    if not topk_weights.numel():
+        return topk_weights.new_zeros(routed.shape)
     return torch.where(routed >= 0, topk_weights.reshape(-1)[routed.clamp(min=0)], 0)

@@ -17,15 +17,13 @@ from torch import Tensor
 import chord_runtime as chord
 from chord_runtime.loader import PackedLayers
 
-TOP_K = 8
-
 
 class Router:
     """Random stand-in for a model's router: float32 scores, top-k, weights that add up to 1."""
 
-    def __init__(self, num_experts: int, hidden: int, device: str) -> None:
+    def __init__(self, num_experts: int, hidden: int, top_k: int, device: str) -> None:
         self.gate = torch.randn(hidden, num_experts, generator=torch.Generator().manual_seed(0)).to(device)
-        self.top_k = min(TOP_K, num_experts)
+        self.top_k = min(top_k, num_experts)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Global expert ids int64 and weights float32, both [tokens, top_k]."""
@@ -69,7 +67,7 @@ def main() -> None:
     """Load, check the graph against eager calls, time the loop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    for name, value in (("tokens", 32), ("steps", 100), ("ep-rank", 0), ("ep-size", 1)):
+    for name, value in (("tokens", 32), ("steps", 100), ("top-k", 8), ("ep-rank", 0), ("ep-size", 1)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,7 +75,7 @@ def main() -> None:
     layers = chord.load(options.directory, options.ep_rank, options.ep_size, device=device)
     print(f"{len(layers)} layers on {device}: {layers.report}")
     shape = layers.packing.shape
-    route = Router(shape.num_experts, shape.hidden, device)
+    route = Router(shape.num_experts, shape.hidden, options.top_k, device)
     x = torch.randn(options.tokens, shape.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
 
     def step() -> Tensor:

@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=1024, help="tokens of each rank")
     parser.add_argument("--decode", type=int, default=16, help="tokens of each rank")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--top-k", type=int, default=8)
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -176,7 +177,7 @@ def main() -> None:
     owner = torch.empty(shape.num_experts, dtype=torch.int64, device=device)
     for other in range(ranks):
         owner[list(layers.layout.experts_of(other, shape.num_experts))] = other
-    route = Router(shape.num_experts, shape.hidden, str(device))
+    route = Router(shape.num_experts, shape.hidden, options.top_k, str(device))
     clock = Clock(device)
     parallel = ExpertParallel(owner, ranks, clock)
 

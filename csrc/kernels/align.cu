@@ -80,9 +80,9 @@ static CHORD_DEVICE int owner_of(const Counts& counts, int slot, int experts) {
   return low;
 }
 
-// topk_ids [choices]; expert_map [ids] or null; topk_weights [choices] or null. Writes routed [capacity] (routed index of
+// topk_ids [choices]; expert_map [ids] or null; topk_weights [choices]. Writes routed [capacity] (routed index of
 // each row, `padding` in padding), owner, used [1] (rows, padding included; not if masked), row_of_choice [choices]
-// (-1: routed nowhere) and, where topk_weights is given, row_weight [capacity].
+// (-1: routed nowhere) and, unless it is null, row_weight [capacity].
 extern "C" __global__ void __launch_bounds__(kChunk)
     chord_align(const Id* __restrict__ topk_ids, const int* __restrict__ expert_map, const float* __restrict__ topk_weights,
                 int* __restrict__ routed, int* __restrict__ owner, int* __restrict__ used, int* __restrict__ row_of_choice,
@@ -99,7 +99,9 @@ extern "C" __global__ void __launch_bounds__(kChunk)
     const int local = expert_map[thread];
     counts.local[thread] = local < experts ? local : -1;
   }
-  for (int e = lane_id(); e < experts; e += kWarp) counts.in_warp[warp][e] = 0;
+  const int busy_warps = smaller(kWarps, ceil_div(choices - chunk, kWarp));  // those that have choices
+  if (warp < busy_warps)
+    for (int e = lane_id(); e < experts; e += kWarp) counts.in_warp[warp][e] = 0;
   __syncthreads();
 
   count(counts, counts.before, topk_ids, 0, chunk, mapped, ids);
@@ -114,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kChunk)
   if (thread < experts) {
     rows = counts.all[thread] += counts.before[thread];
     int total = 0;
-    for (int w = 0; w < kWarps; w++) {
+    for (int w = 0; w < busy_warps; w++) {
       const int here = counts.in_warp[w][thread];
       counts.in_warp[w][thread] = total;
       total += here;
@@ -135,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kChunk)
       if (kLayout != kMasked || place < align) {
         row = counts.start[expert] + place;
         routed[row] = mine;
-        if (topk_weights) row_weight[row] = topk_weights[mine];
+        if (row_weight) row_weight[row] = topk_weights[mine];
       }
     }
     row_of_choice[mine] = kLayout == kIndexed && row >= 0 ? mine : row;
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kChunk)
     const int e = owner_of(counts, slot, experts);
     const bool valid = e < experts && slot - counts.start[e] < counts.all[e];
     if (!valid) routed[slot] = padding;
-    if (!valid && topk_weights) row_weight[slot] = 0;
+    if (!valid && row_weight) row_weight[slot] = 0;
     if (kLayout == kContiguous) owner[slot] = valid ? e : -1;
     if (kLayout == kIndexed && slot % align == 0) owner[slot / align] = e < experts ? e : -1;
   }

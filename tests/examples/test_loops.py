@@ -37,7 +37,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_custom_loop(packed: Path) -> None:
-    whole = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "3", "--tokens", "5")
+    whole = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "3", "--tokens", "5", "--top-k", "2")
     assert whole.returncode == 0, whole.stderr
     assert "2 layers on cpu" in whole.stdout and "tokens/s (no graph)" in whole.stdout
     rank = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "1", "--ep-rank", "3", "--ep-size", "4")
@@ -45,9 +45,10 @@ def test_custom_loop(packed: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ep_loop(packed: Path, ranks: int) -> None:
-    options = ("--prefill", "19", "--decode", "3", "--steps", "1")
+@pytest.mark.parametrize(("ranks", "prefill", "top_k"), [(1, 19, 3), (2, 19, 3), (4, 19, 3), (4, 1, 1)])
+def test_ep_loop(packed: Path, ranks: int, prefill: int, top_k: int) -> None:
+    """The last case leaves ranks without a row: four tokens with one expert each, of eight."""
+    options = ("--prefill", str(prefill), "--decode", "3", "--steps", "1", "--top-k", str(top_k))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     done = run(*torchrun, str(EXAMPLES / "ep_loop.py"), str(packed), *options)
     assert done.returncode == 0, done.stdout + done.stderr
