@@ -134,7 +134,7 @@ def write_checkpoint(
     else:
         config = {**text, "quantization_config": quantization_block()}
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    _side_files(path)
+    side_files(path)
     return path
 
 
@@ -248,7 +248,7 @@ def _text_config(
     }  # fmt: skip
 
 
-def _side_files(path: Path) -> None:
+def side_files(path: Path) -> None:
     for file, text in SIDE_FILES.items():
         (path / file).parent.mkdir(exist_ok=True)
         (path / file).write_text(text)

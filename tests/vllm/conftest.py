@@ -25,6 +25,7 @@ class Models:
     tp2: Path
     nested_source: Path
     nested: Path
+    contiguous: Path
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -61,6 +62,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         tp2=convert(source, root / "tp2", "--mode", "all", "--tp", "2"),
         nested_source=nested,
         nested=convert(nested, root / "nested", "--mode", "all", "--ep", "2"),
+        contiguous=convert(source, root / "contiguous", "--mode", "contiguous", "--ep", "1"),
     )
 
 

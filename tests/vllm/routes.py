@@ -62,13 +62,21 @@ def run(out: Path, routes: dict[str, dict[str, Any]]) -> None:
 
     # On a CPU, vLLM 0.32 looks for kernels in every module and stumbles over this one, which K2.5's images bring in.
     del sys.modules["llvmlite.binding.ffi"]
-    common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 4, "max_logprobs": -1}
+    common = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "max_logprobs": -1,
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+    }
     for name, options in routes.items():
         batched, refused = options.pop("batched", False), options.pop("refused", False)
         before = use_batched_dispatch() if batched else method.maybe_make_prepare_finalize
         llm = None
         try:
-            llm = LLM(**common, enable_prefix_caching=False, disable_log_stats=True, **options)
+            llm = LLM(**common | options)
         except (ChordError, OSError) as error:
             if not refused:
                 raise

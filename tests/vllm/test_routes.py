@@ -34,6 +34,7 @@ def alone(models: Models) -> Routes:
         "packed": {"model": packed},
         "packed, own loader": {"model": packed, "load_format": "chord"},
         "packed, batched": {"model": packed, "batched": True},
+        "packed for contiguous alone": {"model": str(models.contiguous)},
         "by name": {"model": str(models.source), "quantization": "chord"},
         "nested, packed": {"model": str(models.nested), **TEXT},
         "nested, own loader": {"model": str(models.nested), "load_format": "chord", **TEXT},
@@ -64,7 +65,7 @@ def two_ranks(models: Models) -> Routes:
 
 
 GROUPS: dict[Callable[[Models], Routes], str] = {alone: "0", opted_in: "1", two_ranks: "0"}
-NAMES = [(group, name) for group in GROUPS for name in group(Models(*[Path()] * 5))]
+NAMES = [(group, name) for group in GROUPS for name in group(Models(*[Path()] * 6))]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# vLLM 0.33 with Chord on a Hopper host that has PyTorch but neither vLLM nor a network:
+#   run.sh FOLDER tiny|speed [OUT]
+# FOLDER holds an unpacked vLLM as one .tar.xz of site-packages, and wheels of what else is missing there (jsonschema,
+# jsonschema-specifications, referencing, rpds-py). OUT (default: the current folder) gets logs and results as JSON.
+set -euo pipefail
+folder=$(realpath "$1") what=$2 out=$(realpath "${3:-.}")
+cd "$(dirname "$0")/../../.."
+site=${TMPDIR:-/tmp}/chord-vllm-site
+if [ ! -e "$site/ready" ]; then
+  mkdir -p "$site"
+  tar -C "$site" -xJf "$folder"/*.tar.xz
+  for wheel in "$folder"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+  # What installing this checkout would do: the plugin's entry point, and the packer.
+  version=$(python3 -c 'from chord_runtime import __version__; print(__version__)')
+  info=$site/chord_moe-$version.dist-info
+  mkdir -p "$info"
+  printf 'Metadata-Version: 2.1\nName: chord-moe\nVersion: %s\n' "$version" >"$info/METADATA"
+  printf '[vllm.general_plugins]\nchord = chord_runtime.integrations.vllm:register\n' >"$info/entry_points.txt"
+  include=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+  suffix=$(python3 -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+  c++ -std=c++17 -O3 -fno-math-errno -shared -fPIC -I"$include" csrc/pack/pack.cpp -o "chord_runtime/format/_pack$suffix"
+  touch "$site/ready"
+fi
+export PYTHONPATH=$PWD:$site HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
+export VLLM_ALLOW_INSECURE_SERIALIZATION=1 # the scripts ask the engines for their peak memory
+python3 -m "tests.vllm.h200.$what" "$out" 2>&1 | tee "$out/$what.log"
