@@ -2,8 +2,8 @@
 
 What a shape needs (tile, compiled kernel, its handle on the device) is resolved at its first call and then found in a
 dictionary; a call after that compiles and allocates nothing. Calls can be captured in CUDA graphs; the first one of a
-shape compiles, so make it before capturing where you can (it also works inside a capture). Any number of devices, streams
-and threads may call at once: handles are immutable, and kernels keep no state between launches.
+shape compiles, so make it before capturing where you can (it also works inside a capture). Any number of devices,
+streams and threads may call at once: handles are immutable, and kernels keep no state between launches.
 
 The functions take what the operators take (:mod:`chord_runtime.ops.library`) and assume what
 :mod:`chord_runtime.ops.api` has checked; what would corrupt memory or crash the device is checked here again.

@@ -11,15 +11,15 @@ RUN_ROWS = 128
 
 
 def contiguous(m_indices: Tensor, num_experts: int) -> None:
-    """Every entry is −1 or a local expert, and no 128-row run mixes two experts."""
+    """Every entry is −1 or a local expert, and every 128-row run belongs to the expert of its first row."""
     _experts("m_indices", m_indices, num_experts)
     runs = m_indices.view(-1, RUN_ROWS)
-    top = runs.amax(1, keepdim=True)
-    mixed = (runs != top) & (runs >= 0)
+    first = runs[:, :1]
+    mixed = (runs != first) & (runs >= 0)
     if bool(mixed.any()):
         run, place = (int(i) for i in mixed.nonzero()[0])
         raise UsageError(
-            f"m_indices[{run * RUN_ROWS + place}] is {int(runs[run, place])} in a run of expert {int(top[run])}: each "
+            f"m_indices[{run * RUN_ROWS + place}] is {int(runs[run, place])} in a run of {int(first[run])}: each "
             f"expert's rows start at a multiple of {RUN_ROWS}; pad with −1 (chord_runtime.routing.contiguous does)"
         )
 

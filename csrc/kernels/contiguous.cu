@@ -1,5 +1,5 @@
 // contiguous: rows sorted by expert, every expert's run starting at a multiple of 128 rows; m_indices[row] is the expert,
-// or -1 for a row to leave alone. Prefill. The expert of a tile is found here, from m_indices: the host never knows it.
+// or -1 for a row to leave alone; a run's first row tells its expert. Prefill. Tiles are found here: the host knows none.
 //
 // The pipeline is that of masked.cu. Runs of 128-row blocks are cut into tiles; trailing -1 rows of a run are trimmed.
 #include "chord/consumer.cuh"
