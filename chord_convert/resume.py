@@ -96,8 +96,9 @@ def _admit(directory: Path, wanted: dict[str, Any], fingerprint: str, keep_tempo
     if (directory / MANIFEST).exists():
         found = json.loads(Manifest.read(directory).to_string())
         _refuse_different(directory, found, wanted)
-        release(directory)
-        return True
+        if _has_all(directory, found["files"]):
+            release(directory)
+            return True
     progress, wanted = directory / PROGRESS, {**wanted, "source_fingerprint": fingerprint}
     if progress.exists():
         try:
@@ -106,12 +107,23 @@ def _admit(directory: Path, wanted: dict[str, Any], fingerprint: str, keep_tempo
             raise OutputError(f"{progress} cannot be read ({error}): choose another directory, or empty it") from None
         _refuse_different(directory, found, wanted)
     else:
-        _refuse_foreign(directory)
+        if not (directory / MANIFEST).exists():
+            _refuse_foreign(directory)
         write_small(progress, (json.dumps(wanted, indent=1, sort_keys=True) + "\n").encode())
+    # A finished directory that has lost files is unfinished again.
+    (directory / MANIFEST).unlink(missing_ok=True)
     if not keep_temporaries:
         for path in directory.rglob(f"*{TEMPORARY}"):
             path.unlink(missing_ok=True)
     return False
+
+
+def _has_all(directory: Path, files: dict[str, Any]) -> bool:
+    """Whether the files are there, in their sizes."""
+    try:
+        return all((directory / name).stat().st_size == recorded["size"] for name, recorded in files.items())
+    except OSError:
+        return False
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -177,4 +189,7 @@ def _acquire(path: Path, kind: int) -> int:
             raise OutputError(
                 f"{path.parent} is in use by another run of chord-convert: wait for it, or end it, and run again"
             ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise OutputError(f"{path} cannot be locked ({error.strerror}): use a file system with flock") from None
         os.close(descriptor)

@@ -30,7 +30,16 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
     queue = iter(list(tasks))
     queue_lock = threading.Lock()
 
+    errors: list[BaseException] = []
+
     def work(number: int) -> None:
+        try:
+            work_on_queue(number)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    def work_on_queue(number: int) -> None:
         buffers = Buffers()
 
         def tick(count: int) -> None:
@@ -55,11 +64,11 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            if not all(future.done() and future.exception() is None for future in futures):
+            if errors or not all(future.done() for future in futures):
                 halt()
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, _Stopped)):
-        raise error
+    # The first is the cause; those after it may only say that reading was stopped.
+    if errors:
+        raise errors[0]
 
 
 @contextmanager

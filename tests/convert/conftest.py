@@ -34,4 +34,4 @@ def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that takes long enough to be killed in the middle: 20 files of experts."""
-    return write_checkpoint(tmp_path_factory.mktemp("larger") / "model", layers=6, experts=16, hidden=512)
+    return write_checkpoint(tmp_path_factory.mktemp("larger") / "model", layers=6, experts=16)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,9 +18,12 @@ from typing import Any
 import pytest
 
 from chord_convert.convert import convert, prepare
+from chord_convert.plan import Task
 from chord_convert.progress import Progress
 from chord_convert.resume import claim, record
-from chord_runtime.errors import OutputError, SourceError, Unfinished
+from chord_convert.source import Source
+from chord_convert.tasks import Buffers, Tick
+from chord_runtime.errors import OutputError, ScaleError, SourceError, Unfinished
 from chord_runtime.format.layout import MANIFEST, PROGRESS, Mode, Placement
 from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import options, run, snapshot
@@ -27,11 +32,18 @@ WORKERS = 3
 KILLS = 48
 
 
+class Slow(Progress):
+    """Takes time for each chunk, so that there is a middle to be killed in."""
+
+    def add(self, worker: int, count: int) -> None:
+        time.sleep(0.003)
+
+
 def child(model: Path, output: Path, ready: Connection) -> None:
     """Prepare, tell the parent, convert."""
     prepared = prepare(str(model), options(4))
     ready.send_bytes(b"ready")
-    convert(prepared, output, workers=WORKERS)
+    convert(prepared, output, workers=WORKERS, progress=Slow())
 
 
 def start(model: Path, output: Path) -> multiprocessing.process.BaseProcess:
@@ -52,12 +64,9 @@ def finished_files(directory: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_killed_at_random_points_and_resumed(larger: Path, tmp_path: Path) -> None:
-    for name in ("first", "whole"):
-        process = start(larger, tmp_path / name)
-        started = time.monotonic()
-        process.join()
-        whole_seconds = time.monotonic() - started
+    start(larger, tmp_path / "whole").join()
     undisturbed = snapshot(tmp_path / "whole")
+    files = len(finished_files(tmp_path / "whole"))
     assert MANIFEST in undisturbed
 
     dice = random.Random(20260)
@@ -65,7 +74,10 @@ def test_killed_at_random_points_and_resumed(larger: Path, tmp_path: Path) -> No
     while killed < KILLS:
         before = finished_files(output) if output.exists() else {}
         process = start(larger, output)
-        time.sleep(dice.uniform(0, whole_seconds))
+        enough = dice.randint(len(before), files)
+        while process.is_alive() and (len(finished_files(output)) if output.exists() else 0) < enough:
+            time.sleep(0.0005)
+        time.sleep(dice.uniform(0, 0.01))
         process.kill()
         process.join()
         left = finished_files(output) if output.exists() else {}
@@ -135,6 +147,43 @@ def test_a_finished_directory_is_left_as_it_is(model: Path, packed: Path, tmp_pa
     result = run(model, output)
     assert (result.written_bytes, result.missing) == (0, 0)
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
+
+
+@pytest.mark.parametrize("lost", ["experts-layer002-ep000of002-tp00of01-00.safetensors", "LICENSE"])
+def test_a_finished_directory_that_lost_a_file_gets_it_back(
+    model: Path, packed: Path, tmp_path: Path, lost: str
+) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(packed, output)
+    (output / lost).unlink()
+    run(model, output)
+    assert snapshot(output) == snapshot(packed)
+
+
+def test_a_file_system_without_locks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(OutputError, match="cannot be locked"):
+        run(model, tmp_path / "out")
+
+
+def test_the_first_error_is_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that the other workers met because of it."""
+    failed = threading.Event()
+
+    def fail(task: Task, source: Source, directory: Path, buffers: Buffers, tick: Tick) -> bool:
+        if "layer001" in task.outputs[0].name:
+            failed.set()
+            raise ScaleError("the cause")
+        failed.wait()
+        time.sleep(0.1)
+        raise SourceError("reading was stopped")
+
+    monkeypatch.setattr("chord_convert.executors.threads.run_task", fail)
+    with pytest.raises(ScaleError, match="the cause"):
+        run(model, tmp_path / "out", workers=2)
 
 
 @pytest.mark.parametrize("finished", [True, False])
