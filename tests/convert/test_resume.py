@@ -29,7 +29,7 @@ from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import options, run, snapshot
 
 WORKERS = 3
-KILLS = 48
+CHAINS, KILLS = 12, 4
 
 
 class Slow(Progress):
@@ -69,31 +69,28 @@ def test_killed_at_random_points_and_resumed(larger: Path, tmp_path: Path) -> No
     files = len(finished_files(tmp_path / "whole"))
     assert MANIFEST in undisturbed
 
-    dice = random.Random(20260)
-    output, killed, resumed_with = tmp_path / "out", 0, set()
-    while killed < KILLS:
-        before = finished_files(output) if output.exists() else {}
-        process = start(larger, output)
-        enough = dice.randint(len(before), files)
-        while process.is_alive() and (len(finished_files(output)) if output.exists() else 0) < enough:
-            time.sleep(0.0005)
-        time.sleep(dice.uniform(0, 0.01))
-        process.kill()
-        process.join()
-        left = finished_files(output) if output.exists() else {}
-        assert before.items() <= left.items(), "a finished file was written again"
-        if process.exitcode == -signal.SIGKILL:
-            killed += 1
-            resumed_with.add(len(left))
-            temporaries = list(output.glob("*.safetensors.tmp")) if output.exists() else []
-            assert len(temporaries) <= WORKERS
-        if output.exists() and (output / MANIFEST).exists():
-            run(larger, output, options(4))  # removes what only an unfinished directory has, if it was killed just then
-            assert snapshot(output) == undisturbed
-            shutil.rmtree(output)
-    run(larger, output, options(4))
-    assert snapshot(output) == undisturbed
-    assert len(resumed_with) > 5, "kills did not hit different points"
+    dice, kept = random.Random(20260), set()
+    for chain in range(CHAINS):
+        output, killed = tmp_path / f"out{chain}", 0
+        while killed < KILLS and not (output / MANIFEST).exists():
+            before = finished_files(output)
+            process = start(larger, output)
+            enough = dice.randint(len(before), files)
+            while process.is_alive() and len(finished_files(output)) < enough:
+                time.sleep(0.0005)
+            time.sleep(dice.uniform(0, 0.02))
+            process.kill()
+            process.join()
+            killed += process.exitcode == -signal.SIGKILL
+            left = finished_files(output)
+            kept.add(len(left))
+            assert before.items() <= left.items(), "a finished file was written again"
+            assert len(list(output.glob("*.safetensors.tmp"))) <= WORKERS
+        run(larger, output, options(4))
+        assert before.items() <= finished_files(output).items()
+        assert snapshot(output) == undisturbed
+        shutil.rmtree(output)
+    assert len(kept) > 5, "kills did not hit different points"
 
 
 def test_only_missing_files_are_written(model: Path, packed: Path, tmp_path: Path) -> None:
