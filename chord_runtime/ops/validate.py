@@ -19,8 +19,9 @@ def contiguous(m_indices: Tensor, num_experts: int) -> None:
     if bool(mixed.any()):
         run, place = (int(i) for i in mixed.nonzero()[0])
         raise UsageError(
-            f"m_indices[{run * RUN_ROWS + place}] is {int(runs[run, place])} in a run of expert {int(first[run])}: each "
-            f"expert's rows start at a multiple of {RUN_ROWS}; pad with −1 (chord_runtime.routing.contiguous does)"
+            f"m_indices[{run * RUN_ROWS + place}] is {int(runs[run, place])} in a run that starts with "
+            f"{int(first[run])}: each expert's rows start at a multiple of {RUN_ROWS}; pad with −1 behind them "
+            "(chord_runtime.routing.contiguous does)"
         )
 
 
