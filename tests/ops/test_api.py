@@ -167,7 +167,7 @@ VALUES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"m_indices": torch.where(M_INDICES == 2, -2, M_INDICES)},
         r"m_indices\[128\] is -2",
     ),
-    "run not aligned": ("contiguous", {"m_indices": M_INDICES.roll(1)}, r"m_indices\[1\] is 0 in a run that starts with -1"),
+    "run not aligned": ("contiguous", {"m_indices": M_INDICES.roll(1)}, r"\[1\] is 0 in a run that starts with -1"),
     "count beyond": ("masked", {"masked_m": MASKED_M + 1}, r"masked_m\[2\] is 5: it must be in 0\.\.4"),
     "count below": ("masked", {"masked_m": MASKED_M - 1}, r"masked_m\[1\] is -1"),
     "padded beyond": ("indexed", {"num_tokens_padded": PADDED + 8}, r"num_tokens_padded is 16.*0\.\.12"),
