@@ -22,6 +22,7 @@ class Models:
 
     source: Path
     ep2: Path
+    round_robin: Path
     tp2: Path
     nested_source: Path
     nested: Path
@@ -59,6 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(
         source,
         ep2=convert(source, root / "ep2", "--mode", "all", "--ep", "2"),
+        round_robin=convert(source, root / "round robin", "--mode", "all", "--ep", "2", "--placement", "round_robin"),
         tp2=convert(source, root / "tp2", "--mode", "all", "--tp", "2"),
         nested_source=nested,
         nested=convert(nested, root / "nested", "--mode", "all", "--ep", "2"),
