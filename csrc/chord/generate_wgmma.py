@@ -25,7 +25,8 @@ def wrapped(items: list[str], per_line: int, indent: str, sep: str) -> str:
 def wrapper(n: int) -> str:
     count = n // 2
     sums = [f"%{i}" for i in range(count)]
-    text = '"\n        "'.join(", ".join(sums[i : i + 16]) + (", " if i + 16 < count else "") for i in range(0, count, 16))
+    lines = [", ".join(sums[i : i + 16]) + (", " if i + 16 < count else "") for i in range(0, count, 16)]
+    text = '"\n        "'.join(lines)
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = wrapped([f"CHORD_ACC4(d, {i})" for i in range(0, count, 4)], 5, " " * 10, ", ")
     return f"""

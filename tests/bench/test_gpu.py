@@ -1,4 +1,4 @@
-"""``chord bench`` on a GPU: the ceilings are measured, and one point of each mode is checked, timed, saved and shown."""
+"""``chord bench`` on a GPU: ceilings are measured, and one point of each mode is checked, timed and saved."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import chord_runtime as chord
 from chord_runtime import routing
-from chord_runtime.cuda import launch
 from chord_runtime.errors import UsageError
 from chord_runtime.ops.weight import PackedWeight
 from tests.gpu.calls import batch
@@ -91,23 +89,6 @@ def test_compiled(weights: Weights) -> None:
     args = (b.x, r.sorted_ids, r.expert_ids, r.num_tokens_padded)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*args), run(*args))
-
-
-def test_host_time(weights: Weights) -> None:
-    """A call after the first costs the host little: no encoding, no synchronisation, no allocation."""
-    w, _ = weights(EXPERTS, N, K, False)
-    b = batch(8, EXPERTS, K)
-    r = routing.indexed(b.ids, EXPERTS)
-    out = torch.empty(b.ids.numel(), N, dtype=torch.bfloat16, device="cuda")
-    args = (b.x, w.data, r.sorted_ids, r.expert_ids, r.num_tokens_padded, b.top_k, r.block_size, None, out, N)
-    times = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            launch.indexed(*args, False, False)
-        times.append((time.perf_counter() - start) / 20)
-    assert sorted(times)[len(times) // 2] < 25e-6
 
 
 def test_misaligned_activations_are_refused(weights: Weights) -> None:

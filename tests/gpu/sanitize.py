@@ -1,0 +1,37 @@
+"""A reduced set of calls for compute-sanitizer, which is a hundred times slower than the tests:
+
+for tool in memcheck racecheck synccheck initcheck; do
+    compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python -m tests.gpu.sanitize
+done
+
+Every mode and epilogue, empty experts and −1 choices, on a shape whose activations travel with the weights and on one
+whose activations stay in shared memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chord_runtime.ops.weight import PackedWeight
+from tests import generators
+from tests.gpu.calls import MODES, batch, call
+
+SHAPES = ((384, 320), (384, 128))
+
+
+def main() -> None:
+    """Run all calls; the sanitizer is the judge, values are the tests' business."""
+    for n, k in SHAPES:
+        for gate_up in (False, True):
+            packed, _ = generators.experts(3, n, k, gate_up=gate_up)
+            w = PackedWeight(packed.data.cuda(), n, k, packed.row_order)
+            for mode in MODES:
+                for draw in ("hot", "none"):
+                    for activation in (None, "swiglu") if gate_up else (None,):
+                        call(mode, batch(20, 3, k, 2, draw), w, activation)
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
