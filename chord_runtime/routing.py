@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import Mode
+from chord_runtime.ops.library import refuse_grad
 from chord_runtime.ops.route import MAX_EXPERTS, Layout, capacity
 from chord_runtime.ops.validate import RUN_ROWS
 
@@ -106,6 +107,7 @@ def contiguous(
     M is the most that any choice of T · top_k experts can need, whatever the values are.
     """
     if _kernel_takes(topk_ids, num_experts, expert_map):
+        refuse_grad(topk_ids, topk_weights)
         routed, m_indices, _, rows, weights = _OPS.align(
             topk_ids, expert_map, topk_weights, Layout.CONTIGUOUS, num_experts, RUN_ROWS
         )
@@ -135,6 +137,7 @@ def masked(
     max_m = topk_ids.shape[0] if max_m is None else max_m
     expected_m = _expected_m(topk_ids, num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
+        refuse_grad(topk_ids, topk_weights)
         routed, masked_m, _, rows, weights = _OPS.align(
             topk_ids, expert_map, topk_weights, Layout.MASKED, num_experts, max_m
         )
@@ -192,6 +195,7 @@ def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
     which the operators neither read nor write, are anything.
     """
     if x.is_cuda:
+        refuse_grad(x, None)
         gathered: Tensor = _OPS.gather(x, routed, topk_ids.numel(), topk_ids.shape[1])
         return gathered
     if not x.shape[0]:
@@ -202,6 +206,7 @@ def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
 def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     """``out[t]`` = Σ over j of ``results[rows[t, j]]``, −1 for none: in FP32, in the order of j, rounded once."""
     if results.is_cuda and out.is_contiguous() and out.dtype is results.dtype:
+        refuse_grad(results, None)
         _OPS.combine(results, rows, out)
         return out
     total = torch.zeros(rows.shape[0], results.shape[1], dtype=torch.float32, device=results.device)

@@ -33,7 +33,7 @@ _library = torch.library.Library("chord", "DEF")  # type: ignore[no-untyped-call
 _ROW_WEIGHT = {"contiguous": 3, "masked": 4, "indexed": 7}
 
 
-def _refuse_grad(rows: torch.Tensor, row_weight: torch.Tensor | None) -> None:
+def refuse_grad(rows: torch.Tensor, row_weight: torch.Tensor | None) -> None:
     """Raise UsageError if a gradient is asked for: without this, autograd would silently drop it."""
     if torch.is_grad_enabled() and (rows.requires_grad or (row_weight is not None and row_weight.requires_grad)):
         raise UsageError(
@@ -47,7 +47,7 @@ def _cpu(name: str) -> Callable[..., None]:
     weight = _ROW_WEIGHT[name]
 
     def run(*args: Any) -> None:
-        _refuse_grad(args[0], args[weight])
+        refuse_grad(args[0], args[weight])
         kernel(*args)
 
     return run
@@ -64,7 +64,7 @@ def _cuda(name: str) -> Callable[..., None]:
             from chord_runtime.cuda import launch
 
             kernel = getattr(launch, name)
-        _refuse_grad(args[0], args[weight])
+        refuse_grad(args[0], args[weight])
         kernel(*args)
 
     return run
@@ -75,7 +75,7 @@ def _fake(name: str) -> Callable[..., None]:
     weight = _ROW_WEIGHT[name]
 
     def run(*args: Any) -> None:
-        _refuse_grad(args[0], args[weight])
+        refuse_grad(args[0], args[weight])
 
     return run
 

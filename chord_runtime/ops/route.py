@@ -6,6 +6,7 @@ call them through it. Each is one kernel, reads nothing back, and gives equal bi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -56,11 +57,17 @@ _library.define("gather(Tensor x, Tensor routed, int choices, int top_k) -> Tens
 _library.define("combine(Tensor results, Tensor rows, Tensor(a!) out) -> ()")  # type: ignore[no-untyped-call]
 
 
-def _cuda(name: str) -> Any:
-    def run(*args: Any) -> Any:
-        from chord_runtime.cuda import route
+def _cuda(name: str) -> Callable[..., Any]:
+    """The CUDA kernel of an operator, found at its first call."""
+    kernel: Callable[..., Any] | None = None
 
-        return getattr(route, name)(*args)
+    def run(*args: Any) -> Any:
+        nonlocal kernel
+        if kernel is None:
+            from chord_runtime.cuda import route
+
+            kernel = getattr(route, name)
+        return kernel(*args)
 
     return run
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chord_runtime import routing
+from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import Mode
 from chord_runtime.layer import PackedLayer, moe_layer
 from tests import generators
@@ -131,3 +132,22 @@ def test_layer_compiles_whole() -> None:
     x, ids, weights = torch.randn(9, 512).bfloat16().cuda(), choices(9, 4, 16, "even").cuda(), torch.rand(9, 4).cuda()
     compiled = torch.compile(lambda x, ids, w: moe_layer(x, layer, ids, w), fullgraph=True)
     assert torch.equal(compiled(x, ids, weights), moe_layer(x, layer, ids, weights))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("which", ["x", "weights"])
+def test_gradients_are_refused_not_dropped(mode: Mode, which: str) -> None:
+    x = torch.randn(9, 512).bfloat16().cuda().requires_grad_(which == "x")
+    weights = torch.rand(9, 4).cuda().requires_grad_(which == "weights")
+    ids = choices(9, 4, 16, "even").cuda()
+    with pytest.raises(UsageError, match="gradient"):
+        moe_layer(x, make_layer(), ids, weights, mode=mode)
+    with torch.no_grad():
+        moe_layer(x, make_layer(), ids, weights, mode=mode)
+
+
+def test_a_rank_without_rows() -> None:
+    ids, x = torch.empty((0, 1), dtype=torch.int64).cuda(), torch.empty((0, 512)).bfloat16().cuda()
+    route = routing.contiguous(ids, 16, None, torch.empty((0, 1)).cuda())
+    same(route, routing.contiguous(ids.cpu(), 16, None, torch.empty((0, 1))))
+    assert routing.gather(x, route.routed, ids).shape == (128, 512)
