@@ -19,9 +19,9 @@ def register() -> None:
     """
     try:
         from chord_runtime.integrations.vllm import plugin
+
+        plugin.register(opt_in=os.environ.get(OPT_IN) == "1")
     except (ImportError, AttributeError) as error:
         logging.getLogger("vllm.chord").warning(
             "Chord's plugin is off: it needs vLLM 0.30 to 0.33, and this one lacks a hook (%s).", error
         )
-        return
-    plugin.register(opt_in=os.environ.get(OPT_IN) == "1")
