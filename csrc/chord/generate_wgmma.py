@@ -44,6 +44,10 @@ struct Wgmma<{n}> {{
 """
 
 
+def generated() -> str:
+    """The text of wgmma_shapes.cuh."""
+    return HEAD + "".join(wrapper(n) for n in SIZES) + "\n}  // namespace chord\n"
+
+
 if __name__ == "__main__":
-    path = Path(__file__).with_name("wgmma_shapes.cuh")
-    path.write_text(HEAD + "".join(wrapper(n) for n in SIZES) + "\n}  // namespace chord\n")
+    Path(__file__).with_name("wgmma_shapes.cuh").write_text(generated())
