@@ -122,6 +122,7 @@ def test_starts_that_fail(models: Models, tmp_path: Path) -> None:
     """A real engine stops before it serves, and says the command that fixes it."""
     masked = convert(models.source, tmp_path / "masked", "--mode", "masked", "--ep", "1")
     one = convert(models.source, tmp_path / "one", "--mode", "all", "--ep", "2", "--ranks", "1")
+    only = convert(models.source, tmp_path / "only", "--mode", "all", "--ep", "1", "--experts-only")
     cut = tmp_path / "cut"
     shutil.copytree(models.ep2, cut)
     with next(cut.glob("experts-layer002-ep001*")).open("r+b") as file:
@@ -132,6 +133,7 @@ def test_starts_that_fail(models: Models, tmp_path: Path) -> None:
         "rank": {"model": str(one)},
         "rank, own loader": {"model": str(one), "load_format": "chord"},
         "cut, own loader": {"model": str(cut), "load_format": "chord"},
+        "experts only": {"model": str(only)},
         "not packed": {"model": str(models.source), "quantization": "chord", "load_format": "chord"},
     }
     command = [sys.executable, "-m", "tests.vllm.routes", str(tmp_path)]
@@ -145,4 +147,5 @@ def test_starts_that_fail(models: Models, tmp_path: Path) -> None:
     assert "8 packed tensors of this rank were not in the files read" in said["rank"]
     assert "model.layers.1.mlp.experts.0.gate_proj.weight_packed: it holds other ranks only" in said["rank, own loader"]
     assert "experts-layer002-ep001of002-tp00of01-00.safetensors: found" in said["cut, own loader"]
+    assert "made with --experts-only" in said["experts only"]
     assert "is not one: convert it with chord-convert" in said["not packed"]

@@ -53,19 +53,6 @@ class ChordExperts(mk.FusedMoEExpertsModular):
         rows = a1.size(0) if a1.dim() == 2 else a1.size(1)
         return self.layer.w13.num_experts, rows, self.layer.w13.n, a1.size(-1), topk_ids.size(1)
 
-
-class StandardExperts(ChordExperts):
-    """[tokens, hidden] with global ``topk_ids``; the result is weighted and summed over top-k here."""
-
-    @staticmethod
-    def activation_format() -> mk.FusedMoEActivationFormat:
-        """See the class."""
-        return mk.FusedMoEActivationFormat.Standard
-
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        """Nothing is left to do."""
-        return TopKWeightAndReduceNoOP()
-
     def workspace_shapes(
         self,
         M: int,
@@ -77,8 +64,12 @@ class StandardExperts(ChordExperts):
         expert_tokens_meta: Any,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Only the output: the layer's own tensors live between its kernels, in torch's allocator."""
-        return (0,), (0,), (M, K)
+        """Only the output: what lives between the kernels comes from torch's allocator."""
+        return (0,), (0,), self.output_shape(local_num_experts, M, K)
+
+    def output_shape(self, experts: int, rows: int, hidden: int) -> tuple[int, ...]:
+        """Shape of ``output``."""
+        raise NotImplementedError
 
     def apply(
         self,
@@ -98,8 +89,33 @@ class StandardExperts(ChordExperts):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Fill ``output`` [tokens, hidden]."""
-        moe_layer(hidden_states, self.layer, topk_ids, topk_weights.float(), out=output)
+        """Fill ``output``. Activation, expert map and weights are those that the method was made for."""
+        self.run(output, hidden_states, topk_weights, topk_ids, expert_tokens_meta)
+
+    def run(self, output: Tensor, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, meta: Any) -> None:
+        """Fill ``output`` from ``rows``."""
+        raise NotImplementedError
+
+
+class StandardExperts(ChordExperts):
+    """[tokens, hidden] with global ``topk_ids``; the result is weighted and summed over top-k here."""
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        """See the class."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        """Nothing is left to do."""
+        return TopKWeightAndReduceNoOP()
+
+    def output_shape(self, experts: int, rows: int, hidden: int) -> tuple[int, ...]:
+        """[tokens, hidden]."""
+        return rows, hidden
+
+    def run(self, output: Tensor, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, meta: Any) -> None:
+        """The whole layer: shapes alone decide which convention takes the rows (:mod:`chord_runtime.routing`)."""
+        moe_layer(rows, self.layer, topk_ids, topk_weights.float(), out=output)
 
 
 class BatchedExperts(ChordExperts):
@@ -114,46 +130,15 @@ class BatchedExperts(ChordExperts):
         """The combine of the all2all backend."""
         return TopKWeightAndReduceDelegate()
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: MoEActivation,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """None, the SwiGLU's rows, the output."""
-        return (0,), (local_num_experts * M, N // 2), (local_num_experts, M, K)
+    def output_shape(self, experts: int, rows: int, hidden: int) -> tuple[int, ...]:
+        """[experts, rows, hidden]."""
+        return experts, rows, hidden
 
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor,
-        workspace2: Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        """Fill the valid rows of ``output`` [experts, rows, hidden]."""
-        experts, rows, hidden = hidden_states.shape
-        masked_m = expert_tokens_meta.expert_num_tokens[:experts].to(torch.int32)
-        expected_m = self._expected_rows(topk_ids, global_num_experts)
-        middle = masked(hidden_states, self.layer.w13, masked_m, expected_m, activation="swiglu", out=workspace2)
-        masked(middle, self.layer.w2, masked_m, expected_m, out=output.view(experts * rows, hidden))
-
-    def _expected_rows(self, topk_ids: Tensor, global_num_experts: int) -> int:
-        """Rows of an expert if all ranks dispatch as many tokens as this one and routing is even."""
-        dispatchers: int = self.num_dispatchers
-        return max(1, -(-topk_ids.numel() * dispatchers // global_num_experts))
+    def run(self, output: Tensor, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, meta: Any) -> None:
+        """gate_up and down for the rows that arrived; how many an expert got is on the device and stays there."""
+        experts = self.layer.w13.num_experts
+        masked_m = meta.expert_num_tokens[:experts].to(torch.int32)
+        # What an expert gets if all ranks dispatch as many tokens as this one and routing is even.
+        expected_m = max(1, -(-topk_ids.numel() * self.num_dispatchers // self.layer.num_experts))
+        middle = masked(rows, self.layer.w13, masked_m, expected_m, activation="swiglu")
+        masked(middle, self.layer.w2, masked_m, expected_m, out=output.view(-1, output.shape[-1]))

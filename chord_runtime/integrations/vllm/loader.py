@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from chord_runtime.errors import FormatError
@@ -81,9 +81,10 @@ class ChordModelLoader(DefaultModelLoader):
                 f"--load-format chord reads packed directories and {model_config.model} is not one: "
                 "convert it with chord-convert, or start without --load-format"
             )
+        directory = self._directory(model_config, SHARED_FILES)
         super().load_weights(model, model_config)
         started = time.perf_counter()
-        files = _files_of(layers, self._directory(model_config, SHARED_FILES))
+        files = _files_of(layers, directory)
         packed = PackedDir(self._directory(model_config, files))
         with ThreadPoolExecutor(THREADS, thread_name_prefix="chord-load") as pool:
             reads = [pool.submit(_read_file, packed, name, files[name]) for name in sorted(files)]
@@ -97,14 +98,13 @@ class ChordModelLoader(DefaultModelLoader):
         )  # fmt: skip
 
 
-def _packed_layers(model: nn.Module) -> Iterator[tuple[Any, PackedExpertsMethod]]:
+def _packed_layers(model: nn.Module) -> Iterator[tuple[RoutedExperts, PackedExpertsMethod]]:
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, PackedExpertsMethod):
-            yield module, method
+        if isinstance(module, RoutedExperts) and isinstance(module.quant_method, PackedExpertsMethod):
+            yield module, module.quant_method
 
 
-def _files_of(layers: dict[Any, PackedExpertsMethod], directory: Path) -> dict[str, Targets]:
+def _files_of(layers: dict[RoutedExperts, PackedExpertsMethod], directory: Path) -> dict[str, Targets]:
     """The experts files that this rank needs, and where their tensors go; names alone decide."""
     try:
         index: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
@@ -122,7 +122,7 @@ def _files_of(layers: dict[Any, PackedExpertsMethod], directory: Path) -> dict[s
     return dict(files)
 
 
-def _targets(layer: Any, method: PackedExpertsMethod, packing: Packing) -> Targets:
+def _targets(layer: RoutedExperts, method: PackedExpertsMethod, packing: Packing) -> Targets:
     """Row of this rank's parameters for each of its tensors of one layer."""
     number, tp_size = layer_number(layer.layer_name), packing.layout.tp_size
     return {

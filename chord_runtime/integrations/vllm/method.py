@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,12 @@ class PackedExpertsMethod(ExpertsMethod):
     def _check_directory(self, model: str) -> None:
         """Raise if the directory was packed for other modes, sizes or tensor-parallel ranks than this deployment's."""
         moe, packing = self.moe, self.packing
+        manifest = _manifest(model)
+        if manifest is not None and manifest.experts_only:
+            raise FormatError(
+                f"{model} was made with --experts-only: it lacks the model's other tensors; "
+                "convert without that option to serve it"
+            )
         shape, tp = packing.shape, packing.layout.tp_size
         sizes = (moe.num_experts, moe.hidden_dim, moe.intermediate_size)
         if sizes != (shape.num_experts, shape.hidden, shape.intermediate):
@@ -296,12 +303,16 @@ def _ignore(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | N
     return False if return_success else None
 
 
+@cache
+def _manifest(model: str) -> Manifest | None:
+    """The manifest of a local directory; None for a model on the Hub, whose files are not here yet."""
+    return Manifest.read(Path(model)) if Path(model).is_dir() else None
+
+
 def _convert(model: str, packing: Packing, modes: tuple[Mode, ...], tp_size: int) -> str:
     """The command that makes the directory that is needed."""
-    try:
-        source = Manifest.read(Path(model)).source.repo or "MODEL"
-    except ChordError:
-        source = "MODEL"
+    manifest = _manifest(model)
+    source = "MODEL" if manifest is None else manifest.source.repo
     chosen = [mode for mode in ALL_MODES if mode in modes]
     flags = "--mode all" if len(chosen) == len(ALL_MODES) else " ".join(f"--mode {mode.value}" for mode in chosen)
     return f"run chord-convert {source} {flags} --ep {packing.layout.ep_size} --tp {tp_size} -o DIR"
