@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DeepseekV3Config
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -29,6 +30,9 @@ from chord_runtime.format.layout import Mode, Projection, row_order
 from chord_runtime.format.metadata import Packing
 from chord_runtime.layer import PackedLayer, moe_layer
 from chord_runtime.ops.weight import PackedWeight
+
+if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (5, 10):
+    raise ImportError(f"Transformers {transformers.__version__} loads weights in another way; 5.10 or later is needed")
 
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.mlp\.experts$")
 _SOURCES = {Projection.W13: "gate_proj", Projection.W2: "down_proj"}

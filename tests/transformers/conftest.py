@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from chord_convert.cli import cli
 from tests.checkpoints import SERVED, dequantize, write_checkpoint
 
-transformers = pytest.importorskip("transformers", minversion="5.10")
-
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,6 +36,8 @@ def pack(source: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def reference(source: Path) -> torch.nn.Module:
     """Built by hand from the source's tensors: nothing of Chord, nothing of from_pretrained."""
+    import transformers
+
     settings = json.loads((source / "config.json").read_text())
     for name in ("quantization_config", "architectures", "model_type", "auto_map", "torch_dtype"):
         del settings[name]
