@@ -51,20 +51,22 @@ class HummingTorch:
         skip = expert_map is not None and ids.numel() > 2 * _multiprocessors()
 
         def run() -> object:
-            buffers = self.align(ids, gate_up.block, scenario, expert_map)
+            buffers, own_rows = self.align(ids, gate_up.block, scenario, expert_map, skip)
             both = gate_up(problem.x, buffers, ids.shape[1])
             hidden = both.new_empty((ids.numel(), scenario.intermediate))
-            scatter = {"layout": "scatter", "scatter_idx": _own_rows(ids, expert_map)} if skip else {}
+            scatter = {"layout": "scatter", "scatter_idx": own_rows} if skip else {}
             process_input(both, outputs=hidden, use_pdl=True, **_SWIGLU, **scatter)
             if down.block != gate_up.block:
-                buffers = self.align(ids, down.block, scenario, expert_map)
+                buffers, _ = self.align(ids, down.block, scenario, expert_map, False)
             results = down(hidden, buffers, 1).view(*ids.shape, -1)
             return self.combine(results, problem.topk_weights, ids, expert_map, out)
 
         return run
 
-    def align(self, ids: Tensor, block: int, scenario: LayerScenario, expert_map: Tensor | None) -> Buffers:
-        """The choices in blocks of one expert."""
+    def align(
+        self, ids: Tensor, block: int, scenario: LayerScenario, expert_map: Tensor | None, skip: bool
+    ) -> tuple[Buffers, Tensor | None]:
+        """The choices in blocks of one expert; with ``skip`` also int32 [choices, 1], −1 for other ranks' choices."""
         flat, experts = ids.view(-1), scenario.experts
         local = flat if expert_map is None else expert_map[flat]
         slot = torch.where(local >= 0, local, experts).long()
@@ -80,12 +82,15 @@ class HummingTorch:
         sorted_ids = torch.full((capacity + flat.numel(),), flat.numel(), dtype=torch.int32, device=ids.device)
         sorted_ids[place] = order.int()
         expert_ids = torch.searchsorted(ends, torch.arange(0, capacity, block, device=ids.device), right=True).int()
-        return sorted_ids[:capacity], torch.where(expert_ids < experts, expert_ids, -1), ends[-1:].int()
+        buffers = sorted_ids[:capacity], torch.where(expert_ids < experts, expert_ids, -1), ends[-1:].int()
+        if not skip:
+            return buffers, None
+        index = torch.arange(flat.numel(), dtype=torch.int32, device=ids.device)
+        return buffers, torch.where(local >= 0, index, -1).unsqueeze(1)
 
     def combine(self, results: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None, out: Tensor) -> object:
         """Weighted sum over top-k, other ranks' choices left out."""
-        mine = ids >= 0 if expert_map is None else expert_map[ids] >= 0
-        return self._sum(results, weights, mine)
+        return self._sum(results, weights, ids, expert_map)
 
 
 class HummingVllm(HummingTorch):
@@ -103,18 +108,21 @@ class HummingVllm(HummingTorch):
             return False
         return True
 
-    def align(self, ids: Tensor, block: int, scenario: LayerScenario, expert_map: Tensor | None) -> Buffers:
+    def align(
+        self, ids: Tensor, block: int, scenario: LayerScenario, expert_map: Tensor | None, skip: bool
+    ) -> tuple[Buffers, Tensor | None]:
         """See the base class."""
         from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 
-        sorted_ids, expert_ids, used = moe_align_block_size(
+        sorted_ids, expert_ids, used, *own_rows = moe_align_block_size(
             topk_ids=ids,
             block_size=block,
             num_experts=scenario.total,
             expert_map=expert_map,
             ignore_invalid_experts=True,
+            return_scatter_idx=skip,
         )
-        return sorted_ids, expert_ids, used
+        return (sorted_ids, expert_ids, used), own_rows[0] if skip else None
 
     def combine(self, results: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None, out: Tensor) -> object:
         """See the base class."""
@@ -169,16 +177,10 @@ def _projection(experts: int, n: int, k: int) -> Any:
     return layer
 
 
-def _own_rows(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """int32 [choices, 1]: the routed index of this rank's choices, −1 for others: rows the activation may skip."""
-    index = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
-    mine = ids.view(-1) >= 0 if expert_map is None else expert_map[ids.view(-1)] >= 0
-    return torch.where(mine, index, -1).unsqueeze(1)
-
-
 def _multiprocessors() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-def _weighted_sum(results: Tensor, weights: Tensor, mine: Tensor) -> Tensor:
+def _weighted_sum(results: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    mine = ids >= 0 if expert_map is None else expert_map[ids] >= 0
     return (torch.where(mine.unsqueeze(-1), results, 0).float() * weights.unsqueeze(-1)).sum(1).bfloat16()

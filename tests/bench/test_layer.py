@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from chord_runtime import routing
 from chord_runtime.bench import layer as bench
-from chord_runtime.bench.layer_peers import HummingTorch, _own_rows, _weighted_sum
+from chord_runtime.bench.layer_peers import HummingTorch, _weighted_sum
 from chord_runtime.bench.results import Measurement
 from chord_runtime.bench.timing import Timing
 from chord_runtime.commands.bench import bench as command
@@ -49,21 +49,23 @@ def test_baseline_sorts_as_the_runtime_does(tokens: int, block: int, experts: in
     ids = torch.rand(tokens, 16).topk(8).indices.int()
     expert_map = None if experts == 16 else torch.tensor([0, 1, 2, 3] + [-1] * 12, dtype=torch.int32)
     wanted = routing.indexed(ids, experts, block, expert_map)
-    sorted_ids, expert_ids, used = HummingTorch.align(None, ids, block, scenario, expert_map)  # type: ignore[arg-type]
+    buffers, own_rows = HummingTorch.align(None, ids, block, scenario, expert_map, True)  # type: ignore[arg-type]
+    sorted_ids, expert_ids, used = buffers
     assert torch.equal(used, wanted.num_tokens_padded)
     rows = int(used)
     assert torch.equal(sorted_ids[:rows], wanted.sorted_ids[:rows])
     assert torch.equal(expert_ids[: rows // block], wanted.expert_ids[: rows // block])
     assert bool((expert_ids[rows // block :] == -1).all())
-    assert torch.equal(_own_rows(ids, expert_map).view_as(ids), wanted.rows)
+    assert own_rows is not None and torch.equal(own_rows.view_as(ids), wanted.rows)
 
 
 def test_baseline_sums_as_the_layer_does() -> None:
-    results, weights = torch.randn(5, 3, 16).bfloat16(), torch.rand(5, 3)
-    mine = torch.rand(5, 3) > 0.4
+    results, weights = torch.randn(50, 3, 16).bfloat16(), torch.rand(50, 3)
+    ids, expert_map = torch.randint(0, 8, (50, 3)), torch.tensor([0, -1, 1, -1, -1, 2, 3, -1])
+    mine = expert_map[ids] >= 0
     results[~mine] = float("nan")
     wanted = torch.where(mine[..., None], results.double() * weights[..., None].double(), 0).sum(1)
-    assert float((_weighted_sum(results, weights, mine).double() - wanted).abs().max()) < 0.05
+    assert float((_weighted_sum(results, weights, ids, expert_map).double() - wanted).abs().max()) < 0.05
 
 
 def test_measure_checks_times_and_keeps_reasons() -> None:
