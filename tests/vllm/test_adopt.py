@@ -73,6 +73,18 @@ def test_int4_experts_are_taken(layer: Any, change: Any) -> None:
         assert isinstance(cls.from_config(block(change)).get_quant_method(layer, PREFIX), LoadTimeExpertsMethod)
 
 
+def test_names() -> None:
+    """Which config vLLM takes for (method in config.json, --quantization)."""
+    from chord_runtime.integrations.vllm.config import ChordConfig
+
+    def override(method: str, asked: str | None) -> str | None:
+        return ChordConfig.override_quantization_method({"quant_method": method}, asked)
+
+    assert override("compressed-tensors", "chord") == override("chord", "humming") == "chord"
+    assert override("compressed-tensors", None) is override("compressed-tensors", "humming") is None
+    assert override("fp8", "chord") is override("chord", "fp8") is None
+
+
 def test_another_backend_is_respected(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 

@@ -33,6 +33,7 @@ def alone(models: Models) -> Routes:
     return {
         "packed": {"model": packed},
         "packed, own loader": {"model": packed, "load_format": "chord"},
+        "packed, as humming": {"model": packed, "quantization": "humming"},
         "packed, batched": {"model": packed, "batched": True},
         "packed for contiguous alone": {"model": str(models.contiguous)},
         "by name": {"model": str(models.source), "quantization": "chord"},
@@ -40,6 +41,11 @@ def alone(models: Models) -> Routes:
         "nested, own loader": {"model": str(models.nested), "load_format": "chord", **TEXT},
         "nested, by name": {"model": str(models.nested_source), "quantization": "chord", **TEXT},
     }
+
+
+def compiled(models: Models) -> Routes:
+    """With torch.compile, which traces the layer on a CPU."""
+    return {"compiled": {"model": str(models.ep2), "enforce_eager": False}}
 
 
 def opted_in(models: Models) -> Routes:
@@ -66,7 +72,12 @@ def two_ranks(models: Models) -> Routes:
     }
 
 
-GROUPS: dict[Callable[[Models], Routes], str] = {alone: "0", opted_in: "1", two_ranks: "0"}
+GROUPS: dict[Callable[[Models], Routes], dict[str, str]] = {
+    alone: {},
+    compiled: {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
+    opted_in: {"CHORD_VLLM": "1"},
+    two_ranks: {},
+}
 NAMES = [(group, name) for group in GROUPS for name in group(Models(*[Path()] * 7))]
 
 
@@ -79,9 +90,7 @@ def run(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[A
         if group not in done:
             out = tmp_path_factory.mktemp(group.__name__)
             command = [sys.executable, "-m", "tests.vllm.routes", str(out), json.dumps(group(models))]
-            ran = subprocess.run(
-                command, env=environment(CHORD_VLLM=GROUPS[group]), cwd=ROOT, capture_output=True, text=True
-            )
+            ran = subprocess.run(command, env=environment(**GROUPS[group]), cwd=ROOT, capture_output=True, text=True)
             log = ran.stdout + ran.stderr
             assert ran.returncode == 0, log[-6000:]
             done[group] = (out, log)

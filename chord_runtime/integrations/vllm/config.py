@@ -59,10 +59,14 @@ class ChordConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """``--quantization chord`` on a compressed-tensors checkpoint means: pack its experts while loading."""
-        if user_quant == "chord" and hf_quant_cfg.get("quant_method") == "compressed-tensors":
-            return "chord"
-        return None
+        """``--quantization chord`` on a compressed-tensors checkpoint means: pack its experts while loading.
+
+        And packed experts are Chord's under a command line written for Humming too.
+        """
+        method = hf_quant_cfg.get("quant_method")
+        named = user_quant == "chord" and method == "compressed-tensors"
+        packed = user_quant == "humming" and method == "chord"
+        return "chord" if named or packed else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
