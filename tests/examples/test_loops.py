@@ -19,14 +19,16 @@ from tests.checkpoints import write_checkpoint
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module", params=["linear", "round_robin"])
-def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A packed directory by placement."""
     root = tmp_path_factory.mktemp("loops")
     source = write_checkpoint(root / "source", layers=3, experts=8, hidden=128, intermediate=64)
-    target = root / "packed"
-    done = CliRunner().invoke(cli, [str(source), "--ep", "2", "--placement", request.param, "-o", str(target)])
-    assert done.exit_code == 0, done.output
-    return target
+    for placement in ("linear", "round_robin"):
+        options = ["--ep", "2", "--placement", placement, "-o", str(root / placement)]
+        done = CliRunner().invoke(cli, [str(source), *options])
+        assert done.exit_code == 0, done.output
+    return {placement: root / placement for placement in ("linear", "round_robin")}
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -36,21 +38,25 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_custom_loop(packed: Path) -> None:
-    whole = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "3", "--tokens", "5", "--top-k", "2")
+def test_custom_loop(packed: dict[str, Path]) -> None:
+    loop, directory = str(EXAMPLES / "custom_loop.py"), str(packed["linear"])
+    whole = run(loop, directory, "--steps", "3", "--tokens", "5", "--top-k", "2")
     assert whole.returncode == 0, whole.stderr
     assert "2 layers on cpu" in whole.stdout and "tokens/s (no graph)" in whole.stdout
-    rank = run(str(EXAMPLES / "custom_loop.py"), str(packed), "--steps", "1", "--ep-rank", "3", "--ep-size", "4")
+    rank = run(loop, directory, "--steps", "1", "--ep-rank", "3", "--ep-size", "4")
     assert rank.returncode == 0, rank.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "prefill", "top_k"), [(1, 19, 3), (2, 19, 3), (4, 19, 3), (4, 1, 1)])
-def test_ep_loop(packed: Path, ranks: int, prefill: int, top_k: int) -> None:
+@pytest.mark.parametrize(
+    ("placement", "ranks", "prefill", "top_k"),
+    [("linear", 2, 19, 3), ("round_robin", 4, 19, 3), ("linear", 4, 1, 1)],
+)
+def test_ep_loop(packed: dict[str, Path], placement: str, ranks: int, prefill: int, top_k: int) -> None:
     """The last case leaves ranks without a row: four tokens with one expert each, of eight."""
     options = ("--prefill", str(prefill), "--decode", "3", "--steps", "1", "--top-k", str(top_k))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    done = run(*torchrun, str(EXAMPLES / "ep_loop.py"), str(packed), *options)
+    done = run(*torchrun, str(EXAMPLES / "ep_loop.py"), str(packed[placement]), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("prefill", "decode"):
         assert f"{name}: equal to one rank bit for bit in 2 layers; {ranks} ranks" in done.stdout
