@@ -28,6 +28,7 @@ from chord_runtime.units import human
 _HIDDEN, _INTERMEDIATE = 7168, 2048
 _EXPERTS = 48  # of one EP8 rank of Kimi K2
 _POOL_BYTES = 64 << 20
+_BOUND = 0.6  # what takes this much of the time is said to bound it
 _MODULES = (
     ("down_proj", _HIDDEN, _INTERMEDIATE),
     ("gate_proj", _INTERMEDIATE, _HIDDEN),
@@ -151,18 +152,23 @@ def main(directory: Path, gigabytes: float, runs: int, workers: int, cold: bool)
                 f"({busy:.2f} s of processor time)"
             )
         shutil.rmtree(output)
-        disk = _disk_speed(Path(folder) / "disk", min(size, 2 << 30))
-        _report(size, statistics.median(copies), statistics.median(synced), statistics.median(conversions), cpu, disk)
+        writing, reading = _disk_speeds(Path(folder) / "disk", min(size, 2 << 30))
+        click.echo(f"the disk alone writes {writing / 1e9:.2f} GB/s and reads {reading / 1e9:.2f} GB/s")
+        moving = size / writing + (size / reading if cold else 0)
+        _report(size, *map(statistics.median, (copies, synced, conversions)), cpu, moving)
 
 
-def _report(size: int, copy: float, synced: float, conversion: float, cpu: float, disk: float) -> None:
+def _report(size: int, copy: float, synced: float, conversion: float, cpu: float, moving: float) -> None:
+    """``moving``: seconds in which the disk alone moves as many bytes as the conversion makes it."""
     click.echo(f"median: cp {copy:.2f} s, cp and sync {synced:.2f} s, convert {conversion:.2f} s")
     click.echo(f"convert / cp = {conversion / copy:.2f}, convert / (cp and sync) = {conversion / synced:.2f}")
-    writing, computing = size / disk / conversion, cpu / (os.cpu_count() or 1) / conversion
-    bound = "the disk" if writing > computing else "the processors"
+    shares = {"the disk": moving / conversion, "the processors": cpu / (os.cpu_count() or 1) / conversion}
+    bound = max(shares, key=lambda name: shares[name])
+    if shares[bound] < _BOUND:
+        bound = "neither disk nor processors alone: other work on the machine, or one waiting for the other"
     click.echo(
-        f"bound by {bound}: the disk writes {disk / 1e9:.2f} GB/s at most, which is {writing:.0%} of the conversion's "
-        f"time; its processor time is {computing:.0%} of what the processors had"
+        f"bound by {bound}. Of the conversion's time, the disk alone would take {shares['the disk']:.0%}, "
+        f"its processor time spread over all processors {shares['the processors']:.0%}"
     )
 
 
@@ -198,22 +204,27 @@ def _sync(directory: Path) -> float:
     return time.monotonic() - started
 
 
-def _disk_speed(path: Path, size: int) -> float:
-    """Bytes per second of plain large writes to one file, past the page cache where that is possible, and a sync."""
+def _disk_speeds(path: Path, size: int) -> tuple[float, float]:
+    """Bytes per second of large writes to one file, synced, and of reading it, past the page cache where possible."""
     chunk = mmap.mmap(-1, 16 << 20)
     chunk.write(os.urandom(len(chunk)))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    size -= size % len(chunk)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-    started = time.monotonic()
-    for offset in range(0, size - len(chunk) + 1, len(chunk)):
-        os.pwrite(descriptor, chunk, offset)
-    os.fsync(descriptor)
-    seconds = time.monotonic() - started
-    written = os.fstat(descriptor).st_size
+    speeds = []
+    for reading in (False, True):
+        started = time.monotonic()
+        for offset in range(0, size, len(chunk)):
+            if reading:
+                os.preadv(descriptor, [chunk], offset)
+            else:
+                os.pwrite(descriptor, chunk, offset)
+        os.fsync(descriptor)
+        speeds.append(size / (time.monotonic() - started))
     os.close(descriptor)
     path.unlink()
-    return written / seconds
+    return speeds[0], speeds[1]
 
 
 if __name__ == "__main__":
