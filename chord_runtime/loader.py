@@ -211,8 +211,18 @@ class _Reader:
 
 
 def read_tensors(path: Path, wanted: list[Wanted], verify: bool) -> None:
-    """Read tensors of one file, those that follow each other by one call."""
-    stage = _Stage() if wanted and wanted[0].destination.is_cuda else None
+    """Read tensors of one file into one device's memory, those that follow each other by one call."""
+    if not wanted:
+        return
+    device = wanted[0].destination.device
+    if device.type != "cuda":
+        _read(path, wanted, None, verify)
+        return
+    with torch.cuda.device(device):  # a new thread is on device 0, and pinning memory there would open it
+        _read(path, wanted, _Stage(), verify)
+
+
+def _read(path: Path, wanted: list[Wanted], stage: _Stage | None, verify: bool) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
