@@ -155,10 +155,10 @@ def main(directory: Path, gigabytes: float, runs: int, workers: int, cold: bool)
         writing, reading = _disk_speeds(Path(folder) / "disk", min(size, 2 << 30))
         click.echo(f"the disk alone writes {writing / 1e9:.2f} GB/s and reads {reading / 1e9:.2f} GB/s")
         moving = size / writing + (size / reading if cold else 0)
-        _report(size, *map(statistics.median, (copies, synced, conversions)), cpu, moving)
+        _report(statistics.median(copies), statistics.median(synced), statistics.median(conversions), cpu, moving)
 
 
-def _report(size: int, copy: float, synced: float, conversion: float, cpu: float, moving: float) -> None:
+def _report(copy: float, synced: float, conversion: float, cpu: float, moving: float) -> None:
     """``moving``: seconds in which the disk alone moves as many bytes as the conversion makes it."""
     click.echo(f"median: cp {copy:.2f} s, cp and sync {synced:.2f} s, convert {conversion:.2f} s")
     click.echo(f"convert / cp = {conversion / copy:.2f}, convert / (cp and sync) = {conversion / synced:.2f}")
