@@ -33,20 +33,23 @@ class Handle:
         self._shared_bytes = shared_bytes
         self._waits = waits
         self._configs: dict[tuple[int, int, int, int], Any] = {}
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().query()  # makes the device's context current in this thread
-            # Loading is not allowed while a stream of this thread captures a graph, unless the thread says it knows.
-            relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            before = check(driver.cuThreadExchangeStreamCaptureMode(relaxed), "capture mode")
-            try:
-                self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.title}")
-                entry = f"chord_{cubin.name}".encode()
-                self._function = check(driver.cuModuleGetFunction(self._module, entry), f"finding {cubin.title}")
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                found = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
-                check(found, f"shared memory of {cubin.title}")
-            finally:
-                driver.cuThreadExchangeStreamCaptureMode(before)
+        # PyTorch works in the device's primary context; a thread that has not used CUDA yet has none current.
+        ordinal = check(driver.cuDeviceGet(device), f"cuda:{device}")
+        self._context = check(driver.cuDevicePrimaryCtxRetain(ordinal), f"the context of cuda:{device}")
+        check(driver.cuCtxPushCurrent(self._context), f"the context of cuda:{device}")
+        # Loading is not allowed while a stream of this thread captures a graph, unless the thread says it knows.
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = check(driver.cuThreadExchangeStreamCaptureMode(relaxed), "capture mode")
+        try:
+            self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.title}")
+            entry = f"chord_{cubin.name}".encode()
+            self._function = check(driver.cuModuleGetFunction(self._module, entry), f"finding {cubin.title}")
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            found = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+            check(found, f"shared memory of {cubin.title}")
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+            driver.cuCtxPopCurrent()
 
     def launch(
         self, blocks_x: int, blocks_y: int, threads: int, arguments: tuple[Any, ...], parameters: Parameters
@@ -64,7 +67,7 @@ class Handle:
         else:
             status = driver.cuLaunchKernelEx(config, self._function, table, 0)[0]
             if status == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                torch._C._cuda_setDevice(self._device)
+                check(driver.cuCtxSetCurrent(self._context), f"the context of cuda:{self._device}")
                 status = driver.cuLaunchKernelEx(config, self._function, table, 0)[0]
         if status:
             raise KernelError(f"launching kernel {self.name} on cuda:{self._device} failed: {status.name}")

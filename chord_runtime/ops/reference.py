@@ -82,17 +82,25 @@ def expert_rows(rows: Tensor, packed: Tensor, row_weight: Tensor | None, n: int,
     weight = dequantize(packed, n, rows.shape[1])
     if gate_up:
         weight = torch.cat(deinterleave(weight))
-    columns = weight.float().T
-    padded = rows.new_zeros(-(-len(rows) // _TILE_ROWS) * _TILE_ROWS, rows.shape[1], dtype=torch.float32)
-    padded[: len(rows)] = rows
-    tiles = padded.view(-1, _TILE_ROWS, rows.shape[1]).unbind()
-    result = torch.cat([tile @ columns for tile in tiles])[: len(rows)]
+    result = _product(rows, weight)
     if swiglu:
         gate, up = result.chunk(2, 1)
         result = torch.nn.functional.silu(gate) * up
     if row_weight is not None:
         result = result * row_weight.unsqueeze(1)
     return result.to(rows.dtype)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """float32 [R, n] = rows [R, K] · weight [n, K]ᵀ, summed in FP32."""
+    if rows.is_cuda:
+        # What the kernels are checked against there. Tensor cores sum BF16 products in FP32, 15 times as fast as FP32.
+        return torch.mm(rows, weight.T, out_dtype=torch.float32)
+    columns = weight.float().T
+    padded = rows.new_zeros(-(-len(rows) // _TILE_ROWS) * _TILE_ROWS, rows.shape[1], dtype=torch.float32)
+    padded[: len(rows)] = rows
+    tiles = padded.view(-1, _TILE_ROWS, rows.shape[1]).unbind()
+    return torch.cat([tile @ columns for tile in tiles])[: len(rows)]
 
 
 def _groups(experts: Tensor) -> list[tuple[int, Tensor]]:
