@@ -12,10 +12,12 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(VENV)/ready: pyproject.toml csrc/pack/pack.cpp
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q -e '.[dev]'
+	@echo "setting up $(VENV): a minute or two ($(TORCH), then Chord and its tools)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --upgrade pip
+	@$(BIN)/pip install -q $(TORCH)
+# setuptools calls building an extension from pyproject.toml experimental, at length.
+	@PYTHONWARNINGS=ignore $(BIN)/pip install -q -e '.[dev]'
 	@touch $@
 
 setup: $(VENV)/ready  ## an environment in .venv with Chord and its development tools
