@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from chord_runtime.errors import FormatError
 from chord_runtime.format.block import packed_bytes
-from chord_runtime.format.layout import Projection, parse_experts_file, tensor_name
+from chord_runtime.format.layout import MANIFEST, Projection, parse_experts_file, tensor_name
 from chord_runtime.format.metadata import Manifest, ShardMetadata
 from chord_runtime.format.shard import ShardHeader, StoredTensor, read_shard_header
 
@@ -38,6 +40,18 @@ class PackedDir:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.manifest = Manifest.read(self.path)
+        self._shared: list[str] = []
+        self._experts: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name in self.shards():
+            place = parse_experts_file(name)
+            (self._shared if place is None else self._experts[place]).append(name)
+        packing = self.manifest.packing
+        self._places = packing.layers, self.manifest.ep_ranks, range(packing.layout.tp_size)
+        if stray := self._experts.keys() - set(product(*self._places)):
+            raise FormatError(
+                f"{self.path / MANIFEST} lists {self._experts[min(stray)][0]}, which is of no layer and rank that it "
+                f"says are here ({len(stray)} such): it was altered; fetch it again, or convert into another directory"
+            )
 
     def shards(self) -> list[str]:
         """Names of all safetensors files, sorted."""
@@ -47,17 +61,13 @@ class PackedDir:
         self, layer: int | None = None, ep_rank: int | None = None, tp_rank: int | None = None
     ) -> list[str]:
         """Names of experts files, by name alone: those of a layer, of a rank that they were grouped for, or all."""
-        wanted = (layer, ep_rank, tp_rank)
-        return [
-            name
-            for name in self.shards()
-            if (place := parse_experts_file(name)) is not None
-            and all(want is None or want == have for want, have in zip(wanted, place, strict=True))
-        ]
+        wanted = zip((layer, ep_rank, tp_rank), self._places, strict=True)
+        places = product(*(every if one is None else (one,) for one, every in wanted))
+        return [name for place in places for name in self._experts.get(place, ())]
 
     def shared_files(self) -> list[str]:
         """Names of files with the tensors that every rank reads."""
-        return [name for name in self.shards() if parse_experts_file(name) is None]
+        return self._shared
 
     def header(self, name: str) -> ShardHeader:
         """The header of one safetensors file, held against the manifest."""

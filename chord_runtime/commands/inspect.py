@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from chord_runtime.format.layout import Projection, parse_experts_file
+from chord_runtime.format.layout import Projection
 from chord_runtime.packed_dir import PackedDir
 from chord_runtime.units import human
 
@@ -49,7 +49,7 @@ def summarize(packed: PackedDir) -> dict[str, Any]:
         "tool_version": manifest.tool_version,
         "experts_only": manifest.experts_only,
         "ranks": ranks,
-        "expert_bytes": sum(size for name, size in sizes.items() if parse_experts_file(name)),
+        "expert_bytes": sum(sizes[name] for name in packed.experts_files()),
         "shared_bytes": sum(sizes[name] for name in packed.shared_files()),
         "total_bytes": sum(sizes.values()),
         "files": len(sizes),
