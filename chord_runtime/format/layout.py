@@ -70,13 +70,13 @@ class ParallelLayout:
             raise UsageError(f"ep={self.ep_size} tp={self.tp_size}: parallel sizes start at 1")
         if num_experts % self.ep_size:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise UsageError(f"--ep {self.ep_size} does not divide {num_experts} experts; sizes that do: {fits}")
+            raise UsageError(f"ep size {self.ep_size} does not divide {num_experts} experts; sizes that do: {fits}")
         if hidden % 128:
             raise UsageError(f"hidden size {hidden} is not a multiple of 128: these experts cannot be packed")
         if intermediate % (64 * self.tp_size):
             fits = [n for n in range(1, intermediate // 64 + 1) if intermediate % (64 * n) == 0]
             raise UsageError(
-                f"--tp {self.tp_size} does not cut intermediate size {intermediate} into multiples of 64 "
+                f"tp size {self.tp_size} does not cut intermediate size {intermediate} into multiples of 64 "
                 f"(whole blocks along K of down, whole strips of gate_up); sizes that do: {fits}"
             )
 

@@ -56,7 +56,7 @@ def test_logs_for_machines(model: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         ([], 2, "error: say how the experts will be divided"),
-        (["--ep", "3"], 2, "error: --ep 3 does not divide 8 experts"),
+        (["--ep", "3"], 2, "error: ep size 3 does not divide 8 experts"),
         (["--ep", "0"], 2, "Invalid value for '--ep'"),
         (["--ep", "2", "--mode", "sideways"], 2, "Invalid value for '--mode'"),
         (["--ep", "2", "--ranks", "5"], 2, "error: --ranks 5: with --ep 2 ranks are 0..1"),

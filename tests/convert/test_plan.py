@@ -108,8 +108,8 @@ def test_only_asked_ranks_are_planned() -> None:
 @pytest.mark.parametrize(
     ("ep", "tp", "ranks", "message"),
     [
-        (3, 1, None, r"--ep 3 does not divide 8 experts; sizes that do: \[1, 2, 4, 8\]"),
-        (1, 3, None, r"--tp 3 does not cut intermediate size 256"),
+        (3, 1, None, r"ep size 3 does not divide 8 experts; sizes that do: \[1, 2, 4, 8\]"),
+        (1, 3, None, r"tp size 3 does not cut intermediate size 256"),
         (1, 8, None, r"sizes that do: \[1, 2, 4\]"),
         (4, 1, (2, 4), r"--ranks 4: with --ep 4 ranks are 0..3"),
     ],

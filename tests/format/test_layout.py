@@ -40,10 +40,10 @@ def test_a_rank_beyond_the_size_is_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "shape", "message"),
     [
-        (ParallelLayout(5), (384, 7168, 2048), r"--ep 5 does not divide 384.*\[1, 2, 3, 4, 6, 8"),
+        (ParallelLayout(5), (384, 7168, 2048), r"ep size 5 does not divide 384.*\[1, 2, 3, 4, 6, 8"),
         (ParallelLayout(0), (384, 7168, 2048), "start at 1"),
         (ParallelLayout(1, 0), (384, 7168, 2048), "start at 1"),
-        (ParallelLayout(1, 3), (384, 7168, 2048), r"--tp 3 does not cut.*\[1, 2, 4, 8, 16, 32\]"),
+        (ParallelLayout(1, 3), (384, 7168, 2048), r"tp size 3 does not cut.*\[1, 2, 4, 8, 16, 32\]"),
         (ParallelLayout(), (384, 7100, 2048), "hidden size 7100"),
     ],
 )
