@@ -35,7 +35,7 @@ def record(plan: Plan, provenance: Provenance) -> dict[str, Any]:
     """Everything that decides the output: the manifest without its files and what follows from the rest."""
     manifest = Manifest(plan.packing, plan.ranks, plan.experts_only, provenance, {})
     data: dict[str, Any] = json.loads(manifest.to_string())
-    del data["files"], data["experts_of_rank"]
+    del data["files"], data["experts_of_rank"], data["checksum"]
     return data
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import xxhash
+from jsonschema.exceptions import best_match
 
-from chord_runtime.errors import FormatError
+from chord_runtime.errors import FormatError, UsageError
 from chord_runtime.format.block import FORMAT_VERSION, GROUP_SIZE
 from chord_runtime.format.layout import MANIFEST, ExpertShape, Mode, ParallelLayout, Placement, Projection, row_order
-from chord_runtime.resources import schema
+from chord_runtime.resources import validator
 from chord_runtime.version import VERSION
 
 SHARD_KEY = "chord"
@@ -24,6 +25,8 @@ SHARD_KEY = "chord"
 
 CHECKSUMS_KEY = "chord_checksums"
 """Key of a JSON object tensor name → XXH3-128 (hex) of its bytes, in the same place."""
+
+_EDITED = "it was altered, or another tool wrote it: fetch it again, or convert into another directory"
 
 
 @dataclass(frozen=True)
@@ -70,20 +73,13 @@ class Packing:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "quantization_config in config.json") -> Packing:
         """From config.json's ``quantization_config``; raises FormatError for one that Chord did not write."""
-        if config.get("format_version") != FORMAT_VERSION:
-            raise FormatError(
-                f"{where} is packed format version {config.get('format_version')}; this Chord reads version "
-                f"{FORMAT_VERSION}: install the matching chord-moe or convert again"
-            )
-        try:
-            jsonschema.validate(config, schema("packed-config"), cls=jsonschema.Draft202012Validator)
-        except jsonschema.ValidationError as error:
-            raise FormatError(f"{where}: {error.message}; it was edited, or another tool wrote it") from None
-        return cls.from_json(config)
+        _check_version(config.get("format_version"), where)
+        _check_schema(config, "packed-config", where)
+        return cls.from_json(config, where)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Packing:
-        """Inverse of ``to_json`` for an object that its schema has accepted."""
+    def from_json(cls, data: Mapping[str, Any], where: str = "the packing") -> Packing:
+        """Inverse of ``to_json`` for an object that its schema has accepted; raises FormatError naming ``where``."""
         packing = cls(
             modes=tuple(Mode(mode) for mode in data["modes"]),
             layout=ParallelLayout(data["ep_size"], data["tp_size"], Placement(data["placement"])),
@@ -91,9 +87,13 @@ class Packing:
             layers=tuple(data["layers"]),
             prefix=data["prefix"],
         )
+        try:
+            packing.layout.check(packing.shape.num_experts, packing.shape.hidden, packing.shape.intermediate)
+        except UsageError as error:
+            raise FormatError(f"{where}: {error}; {_EDITED}") from None
         if packing.to_json() != {key: data[key] for key in packing.to_json()}:
             raise FormatError(
-                "the shapes or row orders recorded do not follow from the sizes recorded: altered metadata"
+                f"{where}: the shapes or row orders recorded do not follow from the sizes recorded; {_EDITED}"
             )
         return packing
 
@@ -130,7 +130,7 @@ class ShardMetadata:
         """Parse and validate; raises FormatError naming ``where``."""
         data = checked(text, "shard", where)
         return cls(
-            packing=Packing.from_json(data["packing"]),
+            packing=Packing.from_json(data["packing"], where),
             layer=data["layer"],
             ep_rank=data["ep_rank"],
             tp_rank=data["tp_rank"],
@@ -161,9 +161,9 @@ class Manifest:
     files: Mapping[str, FileRecord]
     tool_version: str = VERSION
 
-    def to_string(self) -> str:
-        """Indented JSON with sorted keys, ending in a newline."""
-        data = {
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object, with ``checksum``: XXH3-128 (hex) of the rest of it as compact JSON with sorted keys."""
+        data: dict[str, Any] = {
             "packing": self.packing.to_json(),
             "ep_ranks": list(self.ep_ranks),
             "experts_of_rank": {
@@ -175,32 +175,45 @@ class Manifest:
             "files": {name: {"size": f.size, "checksum": f.checksum} for name, f in self.files.items()},
             "tool_version": self.tool_version,
         }
-        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+        return {**data, "checksum": xxhash.xxh3_128_hexdigest(dumps(data).encode())}
+
+    def to_string(self) -> str:
+        """Indented JSON with sorted keys, ending in a newline."""
+        return json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n"
 
     @classmethod
-    def from_string(cls, text: str, where: str) -> Manifest:
+    def from_string(cls, text: str | bytes, where: str) -> Manifest:
         """Parse and validate; raises FormatError naming ``where``."""
         data = checked(text, "manifest", where)
-        return cls(
-            packing=Packing.from_json(data["packing"]),
+        manifest = cls(
+            packing=Packing.from_json(data["packing"], where),
             ep_ranks=tuple(data["ep_ranks"]),
             experts_only=data["experts_only"],
             source=Source(data["source"]["repo"], data["source"]["commit"], data["source"]["files"]),
             files={name: FileRecord(f["size"], f["checksum"]) for name, f in data["files"].items()},
             tool_version=data["tool_version"],
         )
+        try:
+            written = manifest.to_json()
+        except UsageError as error:
+            raise FormatError(f"{where}: {error}; {_EDITED}") from None
+        if different := [key for key in written if written[key] != data[key]]:
+            raise FormatError(f"{where}: {', '.join(different)} do not follow from the rest; {_EDITED}")
+        return manifest
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of a finished directory; raises FormatError if there is none."""
+        """The manifest of a finished directory; raises FormatError if there is none, or one that was altered."""
         path = directory / MANIFEST
         try:
-            return cls.from_string(path.read_text(), str(path))
-        except FileNotFoundError:
+            return cls.from_string(path.read_bytes(), str(path))
+        except (FileNotFoundError, NotADirectoryError):
             raise FormatError(
                 f"{directory} has no {MANIFEST}: it is not a packed directory, or its conversion has not finished; "
                 "run chord-convert again with the same options to finish it"
             ) from None
+        except OSError as error:
+            raise FormatError(f"{path} cannot be read: {error.strerror}; check its permissions and the disk") from None
 
 
 def quantization_config(packing: Packing) -> dict[str, Any]:
@@ -213,27 +226,30 @@ def dumps(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), sort_keys=True)
 
 
-def checked(text: str, schema_name: str, where: str) -> dict[str, Any]:
+def checked(text: str | bytes, schema_name: str, where: str) -> dict[str, Any]:
     """Parse JSON and hold it against a schema and this format version; raises FormatError naming ``where``."""
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise FormatError(
-            f"{where} is not JSON ({error}): the directory is damaged; convert or fetch it again"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where} is not JSON ({error}); {_EDITED}") from None
     packing = data.get("packing") if isinstance(data, dict) else None
-    version = packing.get("format_version") if isinstance(packing, dict) else None
+    if isinstance(packing, dict):
+        _check_version(packing.get("format_version"), where)
+    _check_schema(data, schema_name, where)
+    assert isinstance(data, dict)
+    return data
+
+
+def _check_version(version: object, where: str) -> None:
     if version is not None and version != FORMAT_VERSION:
         raise FormatError(
             f"{where} is packed format version {version}; this Chord reads version {FORMAT_VERSION}: "
-            "install the matching chord-moe or convert again"
+            "install the matching chord-moe or convert again into another directory"
         )
-    try:
-        jsonschema.validate(data, schema(schema_name), cls=jsonschema.Draft202012Validator)
-    except jsonschema.ValidationError as error:
+
+
+def _check_schema(data: Any, schema_name: str, where: str) -> None:
+    error = best_match(validator(schema_name).iter_errors(data))
+    if error is not None:
         place = "/".join(str(part) for part in error.absolute_path) or "the top level"
-        raise FormatError(
-            f"{where}: {error.message} at {place}; the file was altered or is from another tool"
-        ) from None
-    assert isinstance(data, dict)
-    return data
+        raise FormatError(f"{where}: {error.message} at {place}; {_EDITED}")

@@ -57,7 +57,7 @@ def test_the_config_block_satisfies_its_schema(modes: tuple[Mode, ...]) -> None:
         (("packing", "modes"), ["sideways"], "sideways"),
         (("packing", "modes"), [], "modes"),
         (("packing", "group_size"), 128, "group_size"),
-        (("packing", "shapes", "w13"), [256, 256], "altered metadata"),
+        (("packing", "shapes", "w13"), [256, 256], "shapes or row orders recorded do not follow"),
         (("packing", "row_order", "w2"), "gate_up_8", "row_order"),
         (("packing", "prefix"), None, "prefix"),
         (("layer",), -1, "layer"),

@@ -17,7 +17,9 @@ from safetensors import safe_open
 import chord_runtime as chord
 from chord_runtime import loader
 from chord_runtime.errors import FormatError, UsageError
+from chord_runtime.format import shard
 from chord_runtime.format.layout import MANIFEST, Placement
+from chord_runtime.format.metadata import dumps
 from chord_runtime.format.packing import pack_gate_up
 from tests.checkpoints import write_checkpoint
 
@@ -212,12 +214,15 @@ def swap_layers(directory: Path) -> None:
     second.write_bytes(a)
 
 
-def edit_manifest(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+def edit_manifest(change: Callable[[dict[str, object]], object], sign: bool = True) -> Callable[[Path], None]:
+    """Edit and, as one who means it would, state the checksum anew."""
+
     def edit(directory: Path) -> None:
         path = directory / MANIFEST
         data = json.loads(path.read_text())
+        checksum = data.pop("checksum")
         change(data)
-        path.write_text(json.dumps(data))
+        path.write_text(json.dumps({**data, "checksum": shard.checksum(dumps(data).encode()) if sign else checksum}))
 
     return edit
 
@@ -234,10 +239,36 @@ def change_version(data: dict[str, object]) -> None:
     packing["format_version"] = 2
 
 
+def set_ranks(*ranks: int) -> Callable[[dict[str, object]], object]:
+    return lambda data: data.update(ep_ranks=list(ranks))
+
+
+def set_packing(**sizes: object) -> Callable[[dict[str, object]], object]:
+    def change(data: dict[str, object]) -> None:
+        packing = data["packing"]
+        assert isinstance(packing, dict)
+        packing.update(sizes)
+
+    return change
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unfinished": (lambda d: (d / MANIFEST).unlink(), "has no chord-manifest.json.*has not finished"),
     "not json": (lambda d: (d / MANIFEST).write_text("{"), "is not JSON"),
     "version": (edit_manifest(change_version), "packed format version 2; this Chord reads version 1"),
+    "one character": (edit_manifest(lambda d: d.update(tool_version="9"), sign=False), "checksum do not follow"),
+    "not text": (lambda d: (d / MANIFEST).write_bytes(b'{"a": "\xff"}'), f"{MANIFEST} is not JSON"),
+    "nested": (lambda d: (d / MANIFEST).write_text("[" * 100_000), f"{MANIFEST} is not JSON"),
+    "4.0": (edit_manifest(set_packing(ep_size=4.0)), "4.0 is not of type 'integer' at packing/ep_size"),
+    "no end of experts": (edit_manifest(set_packing(num_experts=10**12)), "greater than the maximum of 65536"),
+    "tp that cannot be": (edit_manifest(set_packing(tp_size=7)), f"{MANIFEST}: .*7 does not cut"),
+    "ep that cannot be": (edit_manifest(set_packing(ep_size=3)), f"{MANIFEST}: .*3 does not divide"),
+    "rank beyond": (edit_manifest(set_ranks(0, 1, 2, 3, 99)), f"{MANIFEST}: ep rank 99 is not one of 0..3"),
+    "experts of rank": (edit_manifest(set_ranks(0, 1)), f"{MANIFEST}: experts_of_rank"),
+    "ranks left out": (
+        edit_manifest(lambda d: d.update(ep_ranks=[0], experts_of_rank={"0": [0, 1]})),
+        f"{MANIFEST} lists experts-layer001-ep001.* of no layer and rank that it says",
+    ),
     "file missing": (lambda d: expert_files(d)[0].unlink(), "cannot be read: No such file"),
     "file unlisted": (edit_manifest(drop_files), r"no file of layer 1 holds .*experts\.0\.down_proj.*4 tensors"),
     "truncated": (truncate, "truncated or altered"),
@@ -284,7 +315,7 @@ def test_files_that_a_rank_does_not_need_may_be_missing(copy: Path) -> None:
 WRONG: dict[str, tuple[dict[str, object], str]] = {
     "rank": ({"ep_rank": 4}, r"ep rank 4 is not one of 0\.\.3"),
     "negative rank": ({"ep_rank": -1}, "ep rank -1"),
-    "size": ({"ep_size": 3}, r"--ep 3 does not divide 8 experts; sizes that do: \[1, 2, 4, 8\]"),
+    "size": ({"ep_size": 3}, r"ep size 3 does not divide 8 experts; sizes that do: \[1, 2, 4, 8\]"),
     "tp rank": ({"tp_rank": 1}, r"packed for --tp 1, so ranks are 0\.\.0"),
     "layer": ({"layers": [0, 1, 7]}, r"layers \[0, 7\] are not in .*has experts in layers \[1, 2\]"),
     "placement": ({"placement": "random"}, "placement 'random': supported are linear, round_robin"),
