@@ -51,7 +51,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the group; a ChordError is one line on stderr and exit code 1."""
+    """Run the group. A ChordError that a command lets through is one line on stderr and exit code 1."""
     try:
         cli()
     except ChordError as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chord_runtime.errors import FormatError, UsageError
 from chord_runtime.format.block import packed_bytes
+from chord_runtime.format.files import DataFile, mend
 from chord_runtime.format.layout import ParallelLayout, Placement, Projection, row_order, tensor_name
 from chord_runtime.format.metadata import Packing
 from chord_runtime.format.shard import StoredTensor, checksum
@@ -203,7 +204,7 @@ class _Reader:
         if wanted:
             raise FormatError(
                 f"{self.opened.path}: no file of layer {number} holds {min(wanted)} ({len(wanted)} tensors are "
-                "missing): files were removed or altered; convert again"
+                "missing): the manifest was altered; fetch it again, or convert into another directory"
             )
         w13, w2 = (PackedWeight(data[p], *shapes[p], row_order(p), packing.modes) for p in Projection)
         layer = PackedLayer(w13, w2, self.experts, packing.shape.num_experts)
@@ -224,21 +225,16 @@ def read_tensors(path: Path, wanted: list[Wanted], verify: bool) -> None:
 
 def _read(path: Path, wanted: list[Wanted], stage: _Stage | None, verify: bool) -> None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with DataFile(path) as file:
             for run in _runs(sorted(wanted, key=lambda item: item.stored.start)):
                 tensors = [item.destination for item in run]
                 host = tensors if stage is None else stage.take([tensor.numel() for tensor in tensors])
                 views = [_bytes(tensor) for tensor in host]
-                _fill(path, descriptor, run[0].stored.start, views)
+                file.read(run[0].stored.start, views)
                 if verify:
                     _verify(path, run, views)
                 if stage is not None:
                     stage.give(host, tensors)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}; check the disk and load again") from None
     finally:
         if stage is not None:
             stage.wait()
@@ -248,8 +244,7 @@ def _verify(path: Path, run: list[Wanted], views: list[memoryview]) -> None:
     for item, view in zip(run, views, strict=True):
         if checksum(view) != item.stored.checksum:
             raise FormatError(
-                f"{path}: the bytes of {item.name} do not match their checksum: the file is damaged; "
-                "convert or fetch it again"
+                f"{path}: the bytes of {item.name} do not match their checksum: the file is damaged; {mend(path)}"
             )
 
 
@@ -299,17 +294,3 @@ def _runs(wanted: list[Wanted]) -> Iterator[list[Wanted]]:
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-
-
-def _fill(path: Path, descriptor: int, start: int, views: list[memoryview]) -> None:
-    """Fill all views with the bytes from ``start`` on."""
-    views = list(views)
-    while views:
-        count = os.preadv(descriptor, views, start)
-        if count == 0:
-            raise FormatError(f"{path}: the file ended at byte {start}: something shortened it; fetch it again")
-        start += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]

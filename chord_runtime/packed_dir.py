@@ -9,6 +9,7 @@ from pathlib import Path
 
 from chord_runtime.errors import FormatError
 from chord_runtime.format.block import packed_bytes
+from chord_runtime.format.files import mend
 from chord_runtime.format.layout import MANIFEST, Projection, parse_experts_file, tensor_name
 from chord_runtime.format.metadata import Manifest, ShardMetadata
 from chord_runtime.format.shard import ShardHeader, StoredTensor, read_shard_header
@@ -76,11 +77,14 @@ class PackedDir:
             raise FormatError(f"{self.path / name} is not a file that the manifest lists")
         header = read_shard_header(self.path / name)
         if header.size != recorded.size:
-            raise FormatError(f"{self.path / name}: found {header.size} bytes, the manifest says {recorded.size}")
+            raise FormatError(
+                f"{self.path / name}: found {header.size} bytes, the manifest says {recorded.size}: "
+                f"{mend(self.path / name)}"
+            )
         if header.checksum != recorded.checksum:
             raise FormatError(
                 f"{self.path / name}: the header is not the one that the manifest records; "
-                "the file was altered or is from another conversion: convert or fetch it again"
+                f"the file was altered or is from another conversion: {mend(self.path / name)}"
             )
         return header
 

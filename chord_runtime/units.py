@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Sizes and counts as people read them."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def human(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
     return f"{size} bytes"
+
+
+def counted(count: int, thing: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
 
 from chord_runtime.errors import FormatError
+from chord_runtime.format.files import DataFile
 from chord_runtime.format.layout import MANIFEST, experts_file, parse_experts_file
 from chord_runtime.format.shard import StoredTensor
 from chord_runtime.packed_dir import PackedDir
 
 _CHUNK_BYTES = 1 << 20  # stays in a core's cache between the read and the checksum
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked and what was found; no findings means that every byte is as it was written."""
+    """What was checked and what was found. No findings: every byte is as written, or equal to the source's."""
 
     findings: tuple[Finding, ...]
     files: int
@@ -61,52 +59,56 @@ class _Findings:
 def verify(directory: Path, workers: int | None = None) -> Verification:
     """Check all files of a packed directory against its manifest and checksums.
 
-    Missing, surplus, truncated and altered files are findings. Raises FormatError if there is no valid manifest.
+    Missing, surplus, truncated, unreadable and altered files are findings, the manifest among them. Raises FormatError
+    if there is no manifest.
     """
     started = time.monotonic()
-    packed, findings = PackedDir(directory), _Findings()
-    tensors: list[tuple[str, str, StoredTensor]] = []
+    findings = _Findings()
+    try:
+        packed = PackedDir(directory)
+    except FormatError as error:
+        if not os.path.lexists(directory / MANIFEST):
+            raise
+        return Verification((Finding(MANIFEST, str(error)),), 1, 0, 0, time.monotonic() - started)
     held: dict[tuple[int, int, int], set[int]] = {}
-    for name in _present(packed, findings):
-        if name not in packed.shards():
-            continue
-        try:
-            place = parse_experts_file(name)
-            if place is None:
-                header = packed.header(name)
-            else:
-                file = packed.open_experts(name)
-                header = file.header
-                held.setdefault(place, set()).update(file.metadata.experts)
-        except FormatError as error:
-            findings.add(name, str(error))
-            continue
-        findings.count(len(header.raw))
-        tensors += [(name, key, tensor) for key, tensor in header.tensors.items()]
+    tensors = 0
+    with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="verify") as pool:
+        for place, experts, count in pool.map(
+            lambda name: _check_shard(packed, name, findings), _present(packed, findings)
+        ):
+            tensors += count
+            if place is not None:
+                held.setdefault(place, set()).update(experts)
     _check_coverage(packed, held, findings)
-    _each(lambda item: _check_tensor(packed.path, *item, findings), tensors, workers)
     found = tuple(sorted(findings.found, key=lambda finding: (finding.file, finding.problem)))
-    return Verification(found, len(packed.manifest.files), len(tensors), findings.checked, time.monotonic() - started)
+    return Verification(found, len(packed.manifest.files), tensors, findings.checked, time.monotonic() - started)
 
 
 def _present(packed: PackedDir, findings: _Findings) -> list[str]:
-    """Names of listed files that are there; notes those missing, surplus, or, beside the weights, altered."""
-    there = {str(path.relative_to(packed.path)) for path in packed.path.rglob("*") if not path.is_dir()}
+    """Names of listed shards that are there; notes files missing, surplus, or, beside the shards, altered."""
+    # A link to a directory is one surplus file, whatever it leads to.
+    paths = (path for path in packed.path.rglob("*") if path.is_symlink() or not path.is_dir())
+    there = {str(path.relative_to(packed.path)) for path in paths}
     for name in sorted(there - packed.manifest.files.keys() - {MANIFEST}):
         findings.add(name, "a file that the manifest does not list: surplus")
-    present = []
-    for name, recorded in sorted(packed.manifest.files.items()):
-        if name not in there:
-            findings.add(name, "missing")
-            continue
-        present.append(name)
-        if name in packed.shards():
-            continue
+    for name in sorted(packed.manifest.files.keys() - there):
+        findings.add(name, "missing")
+    shards = set(packed.shards()) & there
+    for name in sorted((packed.manifest.files.keys() & there) - shards):
+        _check_small(packed, name, findings)
+    return sorted(shards)
+
+
+def _check_small(packed: PackedDir, name: str, findings: _Findings) -> None:
+    recorded = packed.manifest.files[name]
+    try:
         data = (packed.path / name).read_bytes()
-        findings.count(len(data))
-        if (len(data), xxhash.xxh3_128_hexdigest(data)) != (recorded.size, recorded.checksum):
-            findings.add(name, f"altered: {len(data)} bytes that are not the {recorded.size} the manifest records")
-    return present
+    except OSError as error:
+        findings.add(name, f"cannot be read: {error.strerror}")
+        return
+    findings.count(len(data))
+    if (len(data), xxhash.xxh3_128_hexdigest(data)) != (recorded.size, recorded.checksum):
+        findings.add(name, f"altered: {len(data)} bytes that are not the {recorded.size} the manifest records")
 
 
 def _check_coverage(packed: PackedDir, held: dict[tuple[int, int, int], set[int]], findings: _Findings) -> None:
@@ -121,17 +123,35 @@ def _check_coverage(packed: PackedDir, held: dict[tuple[int, int, int], set[int]
                     findings.add(name, f"experts {lacking[0]} to {lacking[-1]} ({len(lacking)}) are in no valid file")
 
 
-def _check_tensor(directory: Path, file: str, name: str, tensor: StoredTensor, findings: _Findings) -> None:
+def _check_shard(
+    packed: PackedDir, name: str, findings: _Findings
+) -> tuple[tuple[int, int, int] | None, tuple[int, ...], int]:
+    """Check one safetensors file; returns its place if it is an experts file, and its experts and number of tensors."""
+    place, tensors = parse_experts_file(name), 0
+    experts: tuple[int, ...] = ()
+    try:
+        if place is None:
+            header = packed.header(name)
+        else:
+            file = packed.open_experts(name)
+            header, experts = file.header, file.metadata.experts
+        findings.count(len(header.raw))
+        tensors = len(header.tensors)
+        with DataFile(packed.path / name) as data:
+            for key, tensor in header.tensors.items():
+                _check_tensor(data, name, key, tensor, findings)
+    except FormatError as error:
+        findings.add(name, str(error))
+    return place, experts, tensors
+
+
+def _check_tensor(data: DataFile, file: str, name: str, tensor: StoredTensor, findings: _Findings) -> None:
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, tensor.stop - tensor.start)))
-    try:
-        for start in range(tensor.start, tensor.stop, _CHUNK_BYTES):
-            chunk = buffer[: tensor.stop - start]
-            read_exactly(directory / file, start, chunk)
-            digest.update(chunk)
-    except FormatError as error:
-        findings.add(file, f"{name}: {error}")
-        return
+    for start in range(tensor.start, tensor.stop, _CHUNK_BYTES):
+        chunk = buffer[: tensor.stop - start]
+        data.read(start, [chunk])
+        digest.update(chunk)
     findings.count(tensor.stop - tensor.start)
     if digest.hexdigest() != tensor.checksum:
         findings.add(file, f"{name}: altered: XXH3-128 {digest.hexdigest()}, written was {tensor.checksum}")
@@ -139,21 +159,5 @@ def _check_tensor(directory: Path, file: str, name: str, tensor: StoredTensor, f
 
 def read_exactly(path: Path, start: int, out: memoryview) -> None:
     """Fill ``out`` from byte ``start`` of a file. Raises FormatError if that cannot be."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while out:
-                count = os.preadv(descriptor, [out], start)
-                if count == 0:
-                    raise FormatError(f"{path} ends at byte {start}: it was shortened")
-                out, start = out[count:], start + count
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read at byte {start}: {error.strerror}") from None
-
-
-def _each(work: Callable[[_Item], None], items: Iterable[_Item], workers: int | None) -> None:
-    with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="verify") as pool:
-        for _ in pool.map(work, items):
-            pass
+    with DataFile(path) as file:
+        file.read(start, [out])

@@ -13,7 +13,9 @@ from chord_runtime.packed_dir import PackedDir
 from chord_runtime.units import human
 
 
-@click.command()
+@click.command(
+    epilog="Exit codes: 0 shown, 1 not a finished packed directory, or an altered manifest, 2 wrong command line."
+)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def inspect(directory: Path, as_json: bool) -> None:

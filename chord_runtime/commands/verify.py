@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from chord_runtime.units import human
+from chord_runtime.errors import ChordError
+from chord_runtime.format.files import mend
+from chord_runtime.units import counted, human
 from chord_runtime.verify import Verification
 from chord_runtime.verify import verify as verify_directory
 
 _SHOWN = 50
+AS_WRITTEN, ALTERED, UNKNOWN = 0, 1, 2
 
 
-@click.command()
+@click.command(
+    epilog="Exit codes: 0 all as written (and equal to the source), 1 not (each finding is printed), 2 could not tell "
+    "(no manifest, a source that cannot be read or is another model, or a wrong command line)."
+)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--against", metavar="MODEL", help="Also unpack everything and compare it with this directory or Hub id.")
 @click.option("--revision", help="Branch, tag or commit of --against on the Hub.")
 @click.option("--token", help="Hub token. Default: HF_TOKEN, or that of `hf auth login`.")
 @click.option("--workers", type=click.IntRange(1, 256), help="Threads. Default: one a processor.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result, or the error, as JSON.")
+@click.pass_context
 def verify(
-    directory: Path, against: str | None, revision: str | None, token: str | None, workers: int | None, as_json: bool
+    context: click.Context,
+    directory: Path,
+    against: str | None,
+    revision: str | None,
+    token: str | None,
+    workers: int | None,
+    as_json: bool,
 ) -> None:
     """Check every checksum of a packed DIRECTORY; with --against, prove it bit for bit from its source.
 
-    Names each missing, surplus, truncated or altered file. Exit code 0: all as written; 1: not.
+    Names each missing, surplus, truncated or altered file.
     """
+    try:
+        results = _run(directory, against, revision, token, workers)
+    except ChordError as error:
+        click.echo(json.dumps({"error": str(error)}, indent=1) if as_json else f"error: {error}", err=not as_json)
+        context.exit(UNKNOWN)
+    if as_json:
+        click.echo(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
+    else:
+        _show(directory, results, against)
+    context.exit(ALTERED if any(result.findings for result in results.values()) else AS_WRITTEN)
+
+
+def _run(
+    directory: Path, against: str | None, revision: str | None, token: str | None, workers: int | None
+) -> dict[str, Verification]:
     results = {"checksums": verify_directory(directory, workers)}
     if against is not None and not results["checksums"].findings:
         from chord_convert.against import compare
 
         results["against"] = compare(directory, against, revision, token, workers)
-    if as_json:
-        click.echo(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
-    else:
-        _show(directory, results, against)
-    if any(result.findings for result in results.values()):
-        sys.exit(1)
+    return results
 
 
 def _show(directory: Path, results: dict[str, Verification], against: str | None) -> None:
@@ -50,9 +72,12 @@ def _show(directory: Path, results: dict[str, Verification], against: str | None
         if len(result.findings) > _SHOWN:
             click.echo(f"and {len(result.findings) - _SHOWN} more")
         rate = human(round(result.checked_bytes / max(result.seconds, 1e-9)))
+        count = f"{counted(result.files, 'file')}, {counted(result.tensors, 'tensor')}"
         speed = f"{human(result.checked_bytes)} in {result.seconds:.1f} s ({rate}/s)"
         what = "as written" if name == "checksums" else f"equal to {against}, unpacked"
-        verdict = f"{len(result.findings)} problems" if result.findings else f"every byte is {what}"
-        click.echo(f"{directory}: {result.files} files, {result.tensors} tensors, {speed}: {verdict}")
-    if against is not None and "against" not in results:
-        click.echo(f"not compared with {against}: mend the checksums first (convert again)")
+        verdict = counted(len(result.findings), "problem") if result.findings else f"every byte is {what}"
+        click.echo(f"{directory}: {count}, {speed}: {verdict}")
+    if results["checksums"].findings:
+        click.echo(f"to mend it, {mend('the files named')}")
+        if against is not None:
+            click.echo(f"not compared with {against}: mend the files first")

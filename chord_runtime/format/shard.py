@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from chord_runtime.errors import FormatError
+from chord_runtime.format.files import mend
 from chord_runtime.format.metadata import CHECKSUMS_KEY, SHARD_KEY, dumps
 
 ALIGNMENT = 4096
@@ -121,7 +122,7 @@ def read_shard_header(path: Path) -> ShardHeader:
                 raise _damaged(path, f"{size} bytes with a header of {length}")
             raw = prefix + file.read(length)
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}; convert or fetch it again") from None
+        raise FormatError(f"{path} cannot be read: {error.strerror}; {mend(path)}") from None
     if len(raw) < 8 + length:
         raise _damaged(path, "a header that ends early")
     try:
@@ -151,4 +152,4 @@ def _stored(entry: Mapping[str, Any], data_start: int, digest: object) -> Stored
 
 
 def _damaged(path: Path, found: str) -> FormatError:
-    return FormatError(f"{path}: found {found}; the file is truncated or altered: convert or fetch it again")
+    return FormatError(f"{path}: found {found}; the file is truncated or altered: {mend(path)}")

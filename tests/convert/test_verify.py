@@ -46,6 +46,11 @@ def flip(file: str, at: int) -> Callable[[Path], None]:
     return change
 
 
+def dangle(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    (directory / "config.json").symlink_to("gone")
+
+
 @pytest.mark.parametrize(
     ("change", "file", "message"),
     [
@@ -61,6 +66,12 @@ def flip(file: str, at: int) -> Callable[[Path], None]:
         (lambda d: (d / EXPERTS).unlink(), EXPERTS, r"experts 4 to 7 (4) are in no valid file"),
         (lambda d: (d / "LICENSE").unlink(), "LICENSE", "missing"),
         (lambda d: (d / "extra.safetensors").touch(), "extra.safetensors", "surplus"),
+        (lambda d: (d / "more").symlink_to("/"), "more", "surplus"),
+        (
+            lambda d: ((d / "config.json").unlink(), (d / "config.json").symlink_to("gone")),
+            "config.json",
+            "cannot be read",
+        ),
         (
             lambda d: shutil.copy(d / EXPERTS.replace("ep001", "ep000"), d / EXPERTS),
             EXPERTS,
@@ -76,6 +87,7 @@ def test_what_was_altered_is_named(copy: Path, change: Callable[[Path], None], f
     result = chord("verify", str(copy))
     assert result.exit_code == 1
     assert file in result.output
+    assert "delete the files named, then run chord-convert again with the same options" in result.output
 
 
 def test_a_good_directory(packed: Path, model: Path) -> None:
@@ -122,10 +134,59 @@ def test_against_another_model(packed: Path, tmp_path: Path) -> None:
 
 def test_unfinished_and_foreign_directories(copy: Path, tmp_path: Path) -> None:
     (copy / MANIFEST).unlink()
-    for command in ("verify", "inspect"):
-        error = chord(command, str(copy)).exception
+    (tmp_path / "file").touch()
+    for path in (copy, tmp_path / "file", tmp_path / "nowhere"):
+        error = chord("inspect", str(path)).exception
         assert isinstance(error, ChordError)
         assert "conversion has not finished" in str(error)
+        result = chord("verify", str(path))
+        assert result.exit_code == 2 and result.output.startswith(f"error: {path} has no {MANIFEST}")
+        result = chord("verify", str(path), "--json")
+        assert result.exit_code == 2 and "conversion has not finished" in json.loads(result.stdout)["error"]
+
+
+def test_a_source_that_cannot_be_compared_with(packed: Path, tmp_path: Path) -> None:
+    result = chord("verify", str(packed), "--against", str(tmp_path / "nowhere"), "--json")
+    assert result.exit_code == 2 and str(tmp_path / "nowhere") in json.loads(result.stdout)["error"]
+
+
+def make_directory(directory: Path) -> None:
+    (directory / MANIFEST).unlink()
+    (directory / MANIFEST).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: flip(MANIFEST, 40)(d), MANIFEST),
+        (lambda d: flip(MANIFEST, -40)(d), MANIFEST),
+        (make_directory, "cannot be read: Is a directory"),
+        (lambda d: (d / MANIFEST).write_bytes(b"\xff\xfe\xff"), "is not JSON"),
+    ],
+)
+def test_an_altered_manifest_is_a_finding(copy: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(copy)
+    (finding,) = verify(copy).findings
+    assert finding.file == MANIFEST and message in finding.problem
+    result = chord("verify", str(copy))
+    assert result.exit_code == 1 and "1 problem" in result.output and "1 problems" not in result.output
+    error = chord("inspect", str(copy)).exception
+    assert isinstance(error, ChordError) and str(copy / MANIFEST) in str(error)
+
+
+def test_a_file_is_opened_once_for_its_header_and_once_for_its_data(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    os_open = os.open
+
+    def counting(path: str, *rest: int) -> int:
+        opened.append(Path(path).name)
+        return os_open(path, *rest)
+
+    monkeypatch.setattr(os, "open", counting)
+    assert verify(packed).findings == ()
+    assert sorted(opened) == sorted(path.name for path in packed.glob("*.safetensors"))
 
 
 def test_inspect(model: Path, tmp_path: Path) -> None:
