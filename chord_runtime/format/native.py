@@ -27,11 +27,13 @@ def library() -> ctypes.CDLL | None:
             raise OSError("it was not built" if sys.byteorder == "little" else "this machine is big-endian")
         loaded = ctypes.CDLL(str(found[0]))
     except OSError as error:
-        warnings.warn(
+        # From no line of code: the one that happened to come first tells nobody anything.
+        warnings.warn_explicit(
             f"Chord's native packer is not available ({error}): packing on the CPU is some 50 times slower. "
             "Install a C++17 compiler (g++ or clang) and reinstall chord-moe to build it",
             RuntimeWarning,
-            stacklevel=2,
+            filename="chord_runtime",
+            lineno=0,
         )
         return None
     weights = [_POINTER] * 4 + [_INT] * 4
