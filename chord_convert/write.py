@@ -11,37 +11,20 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
+from chord_convert.lock import open_locked
+from chord_convert.output_error import output_error
 from chord_runtime.errors import OutputError
 from chord_runtime.format.shard import ALIGNMENT, ShardLayout
 
 TEMPORARY = ".tmp"
 STAGE_BYTES = 16 << 20
 """A worker's buffers for writing, shared among the files it writes at a time."""
-
-_REASONS = {
-    errno.ENOSPC: "no space is left on the device",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EIO: "the device reports an I/O error",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-}
-
-
-def output_error(path: Path, error: OSError) -> OutputError:
-    """One clear error for a failed write."""
-    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
-    try:
-        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
-    except OSError:
-        free = ""
-    return OutputError(f"{path}: cannot be written: {reason}{free}. Finished files are kept: mend that and run again.")
 
 
 class Stage:
@@ -95,7 +78,7 @@ class ShardWriter:
         self._checksums: list[str] = []
         self._missing = layout.tensors[0].nbytes
         self._committed = False
-        self._file = _open_locked(self._temporary)
+        self._file = _open_temporary(self._temporary)
         self._end_tensors()
 
     def take(self, count: int) -> memoryview:
@@ -192,35 +175,19 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _open_locked(path: Path) -> int:
-    """Open a temporary for this process alone, emptied. The lock goes with the process, however that ends."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise output_error(path, error) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it before may have renamed or removed it between our open and our lock.
-            if is_at(path, descriptor):
-                os.ftruncate(descriptor, 0)
-                _set_direct(descriptor, True)
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise OutputError(f"{path} is being written by another run: end it or wait, then run again") from None
-        except OSError as error:
-            os.close(descriptor)
-            raise output_error(path, error) from None
-        os.close(descriptor)
-
-
-def is_at(path: Path, descriptor: int) -> bool:
-    """Whether ``path`` still names the open file."""
+def _open_temporary(path: Path) -> int:
+    """Open a temporary for this process alone, emptied."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        descriptor = open_locked(path)
+    except BlockingIOError:
+        raise OutputError(f"{path} is being written by another run: end it or wait, then run again") from None
+    try:
+        os.ftruncate(descriptor, 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise output_error(path, error) from None
+    _set_direct(descriptor, True)
+    return descriptor
 
 
 def _set_direct(descriptor: int, wanted: bool) -> None:
