@@ -109,7 +109,6 @@ class ShardMetadata:
     experts: tuple[int, ...]
     """Global ids of the experts in this file."""
     source: Source
-    tool_version: str = VERSION
 
     def to_string(self) -> str:
         """Compact JSON with sorted keys: the same shard gives the same bytes."""
@@ -121,7 +120,6 @@ class ShardMetadata:
                 "tp_rank": self.tp_rank,
                 "experts": list(self.experts),
                 "source": {"repo": self.source.repo, "commit": self.source.commit},
-                "tool_version": self.tool_version,
             }
         )
 
@@ -136,7 +134,6 @@ class ShardMetadata:
             tp_rank=data["tp_rank"],
             experts=tuple(data["experts"]),
             source=Source(data["source"]["repo"], data["source"]["commit"]),
-            tool_version=data["tool_version"],
         )
 
 
