@@ -174,7 +174,7 @@ def make_plan(checkpoint: Checkpoint, identity: Identity, options: Options) -> P
     if not options.experts_only:
         # First, because these files are the largest: none of them is left to a single worker at the end.
         tasks = [*_shared_tasks([checkpoint.tensors[name] for name in checkpoint.other_tensors]), *tasks]
-    read = [tensor for task in tasks for tensor in _tensors(task)]
+    read = [tensor for task in tasks for tensor in source_tensors(task)]
     return Plan(
         packing=packing,
         ranks=ranks,
@@ -246,7 +246,8 @@ def _shared_tasks(tensors: list[TensorInfo]) -> Iterator[SharedTask]:
         yield SharedTask(tuple(group), (OutputFile(shared_file(number), ShardLayout(specs)),))
 
 
-def _tensors(task: Task) -> Iterator[TensorInfo]:
+def source_tensors(task: Task) -> Iterator[TensorInfo]:
+    """What a task reads."""
     if isinstance(task, SharedTask):
         yield from task.tensors
         return

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from chord_convert.plan import Task
+from chord_convert.plan import Task, source_tensors
 from chord_convert.progress import Progress
 from chord_convert.source import Source, open_source
 from chord_convert.tasks import Buffers, run_task
@@ -41,13 +41,14 @@ def run(
         cpus = None if address or "RAY_ADDRESS" in os.environ else workers
         ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
     do = ray.remote(max_retries=_RETRIES, num_cpus=1)(_do)
-    place, commit, fingerprint = source.identity.location, source.identity.commit, source.fingerprint()
+    place, commit = source.identity.location, source.identity.commit
     waiting = list(reversed(tasks))
     running: dict[Any, Task] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 task = waiting.pop()
+                fingerprint = source.fingerprint(_files(task))
                 running[do.remote(task, place, commit, fingerprint, token, str(directory.absolute()))] = task
             done, _ = ray.wait(list(running), timeout=_SECONDS_BETWEEN_LOOKS)
             for reference in done:
@@ -65,6 +66,10 @@ def run(
             ray.cancel(reference, force=True)
 
 
+def _files(task: Task) -> set[str]:
+    return {tensor.file for tensor in source_tensors(task)}
+
+
 def _do(
     task: Task, place: str, commit: str | None, fingerprint: str, token: str | None, directory: str
 ) -> tuple[bool, str]:
@@ -72,7 +77,7 @@ def _do(
     import ray
 
     with open_source(place, commit, token) as source:
-        if source.fingerprint() != fingerprint:
+        if source.fingerprint(_files(task)) != fingerprint:
             raise SourceError(f"{place} is not the same here as where the run was planned: put the same files there")
         has_zero = run_task(task, source, Path(directory), Buffers(), lambda count: None)
     return has_zero, str(ray.get_runtime_context().get_node_id())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,11 +24,15 @@ SMALL_FILE_LIMIT = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file of a source. ``size`` in bytes; ``sha256`` of its content (hex) and ``etag`` where the source knows."""
+    """One file of a source. ``size`` in bytes; ``sha256`` of its content (hex) and ``etag`` where the source knows.
+
+    ``etag`` is the Hub's: it names the content too. ``modified`` is the time of change in nanoseconds of a local file.
+    """
 
     size: int
     sha256: str | None = None
     etag: str | None = None
+    modified: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,17 @@ class Source(ABC):
     def _read_into(self, file: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``start`` of ``file``, or raise :class:`SourceError`."""
 
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Hex digest that changes when the source may have changed. For resuming, not for outputs: it holds times."""
+    def fingerprint(self, files: Iterable[str]) -> str:
+        """Hex digest that changes when one of ``files`` may have changed.
+
+        By content where that is known: then the cache, a download and the Hub itself are the same. Otherwise by size
+        and time of change; so it is for resuming, not for outputs.
+        """
+        parts = []
+        for name in sorted(files):
+            info = self.files()[name]
+            parts += [name, info.sha256 or info.etag or f"{info.size} {info.modified}"]
+        return digest(parts)
 
     def read(self, file: str, start: int, stop: int, out: bytearray | memoryview | None = None) -> memoryview:
         """Bytes ``start:stop`` of ``file``, all of them.

@@ -21,7 +21,7 @@ from huggingface_hub import constants, errors, get_hf_file_metadata, get_session
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
 
 from chord_convert.report import name as printable
-from chord_convert.source.base import FileInfo, Identity, Source, digest
+from chord_convert.source.base import FileInfo, Identity, Source
 from chord_convert.source.hub_errors import ADVICE, describe, refusal, transport_errors
 from chord_convert.source.local import LocalSource
 from chord_convert.source.pread import FileReader, LocalFile
@@ -90,10 +90,6 @@ class HubSource(Source):
     def files(self) -> Mapping[str, FileInfo]:
         """See :meth:`Source.files`."""
         return self._files
-
-    def fingerprint(self) -> str:
-        """See :meth:`Source.fingerprint`: a commit never changes."""
-        return digest([self._repo, self.identity.commit or ""])
 
     def close(self) -> None:
         """See :meth:`Source.close`. Reads that wait before a retry end with an error."""

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from chord_convert.source.base import FileInfo, Identity, Source, digest
+from chord_convert.source.base import FileInfo, Identity, Source
 from chord_convert.source.pread import FileReader, LocalFile
 from chord_runtime.errors import SourceError
+from chord_runtime.format.layout import MANIFEST, PROGRESS
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA256_DIGITS = 64
 
 
 class LocalSource(Source):
@@ -45,21 +47,17 @@ class LocalSource(Source):
                 continue
             path, name = Path(entry.path), prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
-                self._list(path, f"{name}/")
+                if not any((path / mark).exists() for mark in (MANIFEST, PROGRESS)):
+                    self._list(path, f"{name}/")
             elif entry.is_file():
                 file = self._local[name] = LocalFile.of(path)
-                self._files[name] = FileInfo(file.size, sha256=_sha256(self._root, name, file))
+                etag = _etag(self._root, name, file)
+                sha256 = etag if etag is not None and len(etag) == _SHA256_DIGITS else None
+                self._files[name] = FileInfo(file.size, sha256, etag, file.modified)
 
     def files(self) -> Mapping[str, FileInfo]:
-        """See :meth:`Source.files`. Hidden files and folders are left out."""
+        """See :meth:`Source.files`. Hidden files and folders, and outputs of the converter inside, are left out."""
         return self._files
-
-    def fingerprint(self) -> str:
-        """See :meth:`Source.fingerprint`: the commit, and every file's name, size and time of change."""
-        parts = [self.identity.commit or ""]
-        for name, file in self._local.items():
-            parts += [name, str(file.size), str(file.modified)]
-        return digest(parts)
 
     def _read_into(self, file: str, start: int, out: memoryview) -> None:
         self._reader.read_into(self._local[file], file, start, out)
@@ -78,15 +76,18 @@ def _origin(root: Path, files: Mapping[str, FileInfo]) -> tuple[str, str | None]
     return root.name or "checkpoint", commits.pop() if len(commits) == 1 else None
 
 
-def _sha256(root: Path, name: str, file: LocalFile) -> str | None:
-    """The hash of a large file where it is written down: the name of the cache's blob, or the download record."""
+def _etag(root: Path, name: str, file: LocalFile) -> str | None:
+    """The Hub's ETag of a file where it is written down: the name of the cache's blob, or the download record.
+
+    For large files it is the SHA-256, for small ones Git's hash.
+    """
     if file.path.is_symlink():
         known = file.path.readlink().name
     else:
         record = _download_record(root, name)
         # The record is written just after the file; one second covers coarse file times.
         known = record[1] if record and file.modified / 1e9 - 1 <= record[2] else ""
-    return known if _SHA256.fullmatch(known) else None
+    return known if _ETAG.fullmatch(known) else None
 
 
 def _download_record(root: Path, name: str) -> tuple[str | None, str, float] | None:

@@ -18,9 +18,6 @@ class MemorySource(Source):
     def files(self) -> Mapping[str, FileInfo]:
         return {name: FileInfo(len(content)) for name, content in self.contents.items()}
 
-    def fingerprint(self) -> str:
-        return "memory"
-
     def _read_into(self, file: str, start: int, out: memoryview) -> None:
         self.reads.append((file, start, start + len(out)))
         out[:] = self.contents[file][start : start + len(out)]

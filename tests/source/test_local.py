@@ -143,13 +143,41 @@ def test_small_files(directory: Path) -> None:
             source.read_bytes("a.bin", limit=100)
 
 
-def test_fingerprint_changes_with_the_files(directory: Path) -> None:
-    before = LocalSource(directory).fingerprint()
-    assert LocalSource(directory).fingerprint() == before
+def fingerprint(directory: Path, files: tuple[str, ...] = ("a.bin", "config.json")) -> str:
+    return LocalSource(directory).fingerprint(files)
+
+
+def test_fingerprint_changes_with_the_files_asked_for(directory: Path) -> None:
+    before = fingerprint(directory)
+    (directory / "run.log").write_text("a log")
+    assert fingerprint(directory) == before
     os.utime(directory / "a.bin", ns=(1, 1))
-    touched = LocalSource(directory).fingerprint()
-    (directory / "more").write_text("")
-    assert len({before, touched, LocalSource(directory).fingerprint()}) == 3
+    assert fingerprint(directory) != before
+    assert fingerprint(directory, ("config.json",)) == fingerprint(directory, ("config.json",))
+
+
+def test_fingerprint_is_of_the_content_where_the_hub_told_it(tmp_path: Path) -> None:
+    """So two nodes' own caches are the same source, whenever each was filled."""
+    commit, seen = "c" * 40, set()
+    for node, time in (("a", 1), ("b", 2)):
+        repository = tmp_path / node / "models--owner--name"
+        (repository / "blobs").mkdir(parents=True)
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        for name, blob in (("a.bin", "d" * 64), ("config.json", "e" * 40)):
+            (repository / "blobs" / blob).write_text("{}")
+            os.utime(repository / "blobs" / blob, (time, time))
+            (snapshot / name).symlink_to(repository / "blobs" / blob)
+        seen.add(fingerprint(snapshot))
+    assert len(seen) == 1
+
+
+def test_outputs_of_the_converter_are_no_part_of_the_checkpoint(directory: Path) -> None:
+    before = LocalSource(directory).files().keys()
+    for mark in ("chord-manifest.json", "chord-progress.json"):
+        (directory / mark.removesuffix(".json")).mkdir()
+        (directory / mark.removesuffix(".json") / mark).write_text("{}")
+    assert LocalSource(directory).files().keys() == before
 
 
 def test_closing_frees_the_descriptors(directory: Path) -> None:
