@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,18 +43,8 @@ def compare(
     packed = PackedDir(directory)
     with open_source(model, revision, token) as source:
         comparison = _Comparison(packed, validate(source).require(), source)
-        checks = [*comparison.experts(), *comparison.shared()]
-        buffers = threading.local()
-
-        def run(named: tuple[str, _Check]) -> Finding | None:
-            if not hasattr(buffers, "own"):
-                buffers.own = Buffers()
-            different = named[1](buffers.own)
-            return None if different is None else Finding(named[0], different)
-
-        with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="compare") as pool:
-            findings = [finding for finding in pool.map(run, checks) if finding is not None]
-    findings += comparison.absent
+        checks = [*comparison.experts(packed.experts_files()), *comparison.shared(packed.shared_files())]
+        findings = _run(checks, workers) + comparison.absent
     return Verification(
         findings=tuple(sorted(findings, key=lambda finding: (finding.file, finding.problem))),
         files=len(packed.shards()),
@@ -62,6 +52,33 @@ def compare(
         checked_bytes=comparison.size,
         seconds=time.monotonic() - started,
     )
+
+
+def differing(directory: Path, names: Collection[str], checkpoint: Checkpoint, source: Source) -> list[str]:
+    """Which of the files ``names`` of a directory with a manifest do not hold what the source does; others may be lost.
+
+    Files without weights are left out. Raises FormatError and SourceError like ``compare``.
+    """
+    packed = PackedDir(directory)
+    comparison = _Comparison(packed, checkpoint, source)
+    experts = [name for name in packed.experts_files() if name in names]
+    shared = [name for name in packed.shared_files() if name in names]
+    findings = _run([*comparison.experts(experts), *comparison.shared(shared)], None)
+    surplus = [finding for finding in comparison.absent if finding.file in names]
+    return sorted({finding.file for finding in findings + surplus})
+
+
+def _run(checks: Iterable[tuple[str, _Check]], workers: int | None) -> list[Finding]:
+    buffers = threading.local()
+
+    def run(named: tuple[str, _Check]) -> Finding | None:
+        if not hasattr(buffers, "own"):
+            buffers.own = Buffers()
+        different = named[1](buffers.own)
+        return None if different is None else Finding(named[0], different)
+
+    with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="compare") as pool:
+        return [finding for finding in pool.map(run, checks) if finding is not None]
 
 
 class _Comparison:
@@ -78,20 +95,20 @@ class _Comparison:
                 f"{packing.prefix}; {source.identity.name} has {shape}: it is not this directory's source"
             )
 
-    def experts(self) -> Iterator[tuple[str, _Check]]:
-        """A check for each packed weight."""
-        for name in self._packed.experts_files():
+    def experts(self, names: Iterable[str]) -> Iterator[tuple[str, _Check]]:
+        """A check for each packed weight of experts files."""
+        for name in names:
             file = self._packed.open_experts(name)
             for expert in file.metadata.experts:
                 yield name, self._check_gate_up(file, expert)
                 yield name, self._check_down(file, expert)
 
-    def shared(self) -> Iterator[tuple[str, _Check]]:
-        """A check for each other tensor; those that are on one side only are noted as absent."""
+    def shared(self, names: Iterable[str]) -> Iterator[tuple[str, _Check]]:
+        """A check for each tensor of shared files; those that are on one side only are noted as absent."""
         if self._packed.manifest.experts_only:
             return
         wanted = {name: self._checkpoint.tensors[name] for name in self._checkpoint.other_tensors}
-        for file in self._packed.shared_files():
+        for file in names:
             for name, stored in self._packed.header(file).tensors.items():
                 original = wanted.pop(name, None)
                 if original is None:

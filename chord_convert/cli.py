@@ -141,8 +141,9 @@ def _show_result(result: Any, directory: Path, as_json: bool) -> None:
     kept = f", {human(result.kept_bytes)} were there" if result.kept_bytes else ""
     speed = f" in {result.seconds:.1f} s ({result.written_bytes / max(result.seconds, 1e-9) / 1e9:.2f} GB/s)"
     click.echo(f"written   {human(result.written_bytes)}{speed if result.written_bytes else ''}{kept}")
-    if result.missing:
-        click.echo(f"This part is done; {result.missing} files are left to other parts, the last of which finishes.")
+    if result.missing_files:
+        left = f"{result.missing_files} files are left to other parts"
+        click.echo(f"This part is done; {left}, the last of which finishes.")
     else:
         click.echo(f"finished  {directory}")
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from chord_convert.against import differing
 from chord_convert.checkpoint import Checkpoint
 from chord_convert.executors import threads
-from chord_convert.finish import finish, provenance
+from chord_convert.finish import file_names, finish, provenance
 from chord_convert.plan import Options, Plan, Task, make_plan
 from chord_convert.progress import Progress
-from chord_convert.resume import Part, claim, gate, is_finished, record, release
+from chord_convert.resume import Job, Part, claim, gate, is_finished, record, release
 from chord_convert.source import Source, open_source
 from chord_convert.validate import validate
 from chord_runtime.errors import OutputError, SourceError, Unfinished
@@ -37,11 +40,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did. ``missing`` files are left to other parts; 0 means that the directory is finished."""
+    """What a run did. ``missing_files`` are left to other parts; 0 means that the directory is finished."""
 
     written_bytes: int
     kept_bytes: int
-    missing: int
+    missing_files: int
     seconds: float
 
 
@@ -50,10 +53,12 @@ def prepare(model: str, options: Options, revision: str | None = None, token: st
 
     Raises CheckpointError with every problem found, SourceError, or UsageError.
     """
-    source = open_source(model, revision, token)
-    report = validate(source)
-    checkpoint = report.require()
-    plan = make_plan(checkpoint, source.identity, options)
+    with ExitStack() as held:
+        source = held.enter_context(open_source(model, revision, token))
+        report = validate(source)
+        checkpoint = report.require()
+        plan = make_plan(checkpoint, source.identity, options)
+        held.pop_all()
     return Prepared(source, checkpoint, plan, tuple(str(warning) for warning in report.warnings))
 
 
@@ -69,21 +74,21 @@ def convert(
     """Write the packed directory, or what is missing of it; with ``part`` only this part's share.
 
     Raises OutputError if the directory is refused, ScaleError for a weight that the format cannot hold, and Unfinished
-    when reading or writing failed on the way.
+    when there is not enough space, or reading or writing failed on the way.
     """
     started = time.monotonic()
     progress = progress or Progress()
     source, plan = prepared.source, prepared.plan
     origin = provenance(source, plan)
-    with claim(directory, record(plan, origin), source.fingerprint(), part) as finished:
+    with claim(directory, job_of(prepared, directory, origin), part) as finished:
         if finished:
             return Result(0, plan.write_bytes, 0, time.monotonic() - started)
         mine = plan.tasks if part is None else plan.tasks[part[0] :: part[1]]
         todo = [task for task in mine if not is_finished(directory, task)]
         total, missing = _size(mine), _size(todo)
-        check_space(directory, missing)
-        progress.start(total, total - missing)
         try:
+            check_space(directory, missing)
+            progress.start(total, total - missing)
             run(todo, source, directory, workers, progress)
             rest = _finish_if_last(prepared, directory, origin)
         except (OutputError, SourceError) as error:
@@ -95,13 +100,30 @@ def convert(
     return result
 
 
+def job_of(prepared: Prepared, directory: Path, origin: Provenance) -> Job:
+    """The conversion as its output directory sees it."""
+    source, files = prepared.source, prepared.source.files()
+
+    @cache
+    def different(names: tuple[str, ...]) -> list[str]:
+        return differing(directory, names, prepared.checkpoint, source)
+
+    return Job(
+        record=record(prepared.plan, origin),
+        fingerprint=source.fingerprint(origin.files),
+        changed=max(files[name].modified or 0 for name in origin.files),
+        names=file_names(prepared.plan, prepared.checkpoint),
+        differing=different,
+    )
+
+
 def _finish_if_last(prepared: Prepared, directory: Path, origin: Provenance) -> int:
     """Finish the directory if every planned file is there; returns how many are not."""
     plan = prepared.plan
     with gate(directory):
         # Another part may have finished the directory while this one waited at the gate.
         if (directory / MANIFEST).exists():
-            release(directory)
+            release(directory, file_names(plan, prepared.checkpoint))
             return 0
         rest = sum(len(task.outputs) for task in plan.tasks if not is_finished(directory, task))
         if not rest:

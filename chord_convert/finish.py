@@ -43,6 +43,12 @@ def _file_hash(source: Source, file: str) -> str:
     return f"header-sha256:{hashlib.sha256(source.read(file, 0, length)).hexdigest()} size:{info.size}"
 
 
+def file_names(plan: Plan, checkpoint: Checkpoint) -> frozenset[str]:
+    """Every file of the finished directory."""
+    outputs = (output.name for output in plan.outputs)
+    return frozenset((*outputs, *checkpoint.side_files, "config.json", INDEX, MANIFEST))
+
+
 def finish(directory: Path, plan: Plan, checkpoint: Checkpoint, source: Source, origin: Provenance) -> Manifest:
     """Write side files, config.json, index and, last, the manifest. All planned weights must be there.
 
@@ -66,7 +72,7 @@ def finish(directory: Path, plan: Plan, checkpoint: Checkpoint, source: Source, 
         records[name] = FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
     manifest = Manifest(plan.packing, plan.ranks, plan.experts_only, origin, records)
     write_small(directory / MANIFEST, manifest.to_string().encode())
-    release(directory)
+    release(directory, file_names(plan, checkpoint))
     return manifest
 
 

@@ -49,7 +49,7 @@ def test_logs_for_machines(model: Path, tmp_path: Path) -> None:
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
     assert kinds.count("file") == 5
-    assert json.loads(result.stdout)["missing"] == 0
+    assert json.loads(result.stdout)["missing_files"] == 0
 
 
 @pytest.mark.parametrize(

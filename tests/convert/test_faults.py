@@ -36,7 +36,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_checkpoint(tmp_path / "model", layers=4, experts=16, hidden=512)
     output = small_disk / "out"
-    with pytest.raises(OutputError, match=r"are needed, .* are free; make room"):
+    with pytest.raises(Unfinished, match=r"are needed, .* are free; make room"):
         run(model, output, options(4))
     monkeypatch.setattr("chord_convert.convert.check_space", lambda directory, needed: None)
     with pytest.raises(Unfinished, match=r"cannot be written: no space is left on the device; [\d,]+ bytes are free"):

@@ -19,10 +19,10 @@ COMMAND = [sys.executable, "-m", "chord_convert"]
 
 def test_parts_one_after_the_other(model: Path, packed: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    left = [run(model, output, part=(part, 3)).missing for part in (2, 0)]
+    left = [run(model, output, part=(part, 3)).missing_files for part in (2, 0)]
     assert left == [4, 2]
     assert not (output / MANIFEST).exists()
-    assert run(model, output, part=(1, 3)).missing == 0
+    assert run(model, output, part=(1, 3)).missing_files == 0
     assert snapshot(output) == snapshot(packed)
     assert run(model, output, part=(1, 3)).written_bytes == 0
 
@@ -56,6 +56,19 @@ def test_the_same_part_twice_is_refused(model: Path, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(model, tmp_path / "out", part=(0, 2), run=again)
+
+
+def test_parts_of_another_number_at_the_same_time_are_refused(model: Path, packed: Path, tmp_path: Path) -> None:
+    def beside(*arguments: object) -> None:
+        with pytest.raises(OutputError, match=r"in use by parts of 2 \(--part i/2\), this is one of 3"):
+            run(model, tmp_path / "out", part=(1, 3))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "out", part=(0, 2), run=beside)
+    for part in range(3):
+        run(model, tmp_path / "out", part=(part, 3))
+    assert snapshot(tmp_path / "out") == snapshot(packed)
 
 
 def test_parts_must_agree(model: Path, tmp_path: Path) -> None:

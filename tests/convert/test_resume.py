@@ -11,20 +11,24 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chord_convert.convert import convert, prepare
+from chord_convert.convert import convert, job_of, prepare
+from chord_convert.finish import provenance
 from chord_convert.plan import Task
 from chord_convert.progress import Progress
-from chord_convert.resume import claim, record
+from chord_convert.resume import claim
 from chord_convert.source import Source
 from chord_convert.tasks import Buffers, Tick
 from chord_runtime.errors import OutputError, ScaleError, SourceError, Unfinished
 from chord_runtime.format.layout import MANIFEST, PROGRESS, Mode, Placement
+from chord_runtime.format.metadata import Manifest
+from chord_runtime.format.shard import read_shard_header
 from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import options, run, snapshot
 
@@ -142,7 +146,7 @@ def test_a_finished_directory_is_left_as_it_is(model: Path, packed: Path, tmp_pa
     shutil.copytree(packed, output)
     before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
     result = run(model, output)
-    assert (result.written_bytes, result.missing) == (0, 0)
+    assert (result.written_bytes, result.missing_files) == (0, 0)
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
 
 
@@ -205,9 +209,7 @@ def test_other_options_are_refused(
     before = snapshot(output)
     with pytest.raises(OutputError, match=message):
         run(model, output, chosen)  # type: ignore[arg-type]
-    after = snapshot(output)
-    assert before.items() <= after.items()
-    assert all("lock" in name for name in after.keys() - before.keys())
+    assert snapshot(output) == before
 
 
 def test_another_source_is_refused(model: Path, tmp_path: Path) -> None:
@@ -222,13 +224,19 @@ def test_another_source_is_refused(model: Path, tmp_path: Path) -> None:
         run(tmp_path / "bigger", output)
 
 
-def test_another_version_of_the_tool_is_refused(model: Path, packed: Path, tmp_path: Path) -> None:
+def test_another_version_of_the_tool_goes_on(
+    model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One packed format is one format, whichever release writes it; the last one signs."""
     output = tmp_path / "out"
-    begin(model, output)
-    progress = json.loads((output / PROGRESS).read_text())
-    (output / PROGRESS).write_text(json.dumps({**progress, "tool_version": "0.0.9"}))
-    with pytest.raises(OutputError, match=r'tool_version: "0\.0\.9" in the directory'):
-        run(model, output)
+    with monkeypatch.context() as older:
+        older.setattr(Manifest.__init__, "__defaults__", ("0.0.9",))
+        run(model, output, part=(0, 2))
+    run(model, output)
+    assert snapshot(output) == snapshot(packed)
+    older_manifest = replace(Manifest.read(output), tool_version="0.0.9")
+    (output / MANIFEST).write_text(older_manifest.to_string())
+    assert run(model, output).written_bytes == 0
 
 
 def test_a_directory_with_other_things_is_refused(model: Path, tmp_path: Path) -> None:
@@ -240,30 +248,121 @@ def test_a_directory_with_other_things_is_refused(model: Path, tmp_path: Path) -
         run(model, tmp_path / "thesis.txt")
 
 
-def test_stale_temporaries_are_removed(model: Path, packed: Path, tmp_path: Path) -> None:
+def test_stale_temporaries_are_removed_and_no_other_files(model: Path, packed: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     begin(model, output)
-    for name in ("experts-layer001-ep000of002-tp00of01-00.safetensors.tmp", "config.json.tmp", "renamed-since.tmp"):
+    for name in ("experts-layer001-ep000of002-tp00of01-00.safetensors.tmp", "config.json.tmp", f"{MANIFEST}.tmp"):
         (output / name).write_bytes(b"left by a run that was killed")
+    (output / "theirs.tmp").mkdir()
+    for theirs in ("notes.tmp", "theirs.tmp/config.json.tmp", "chord-lock-x.json", f"{PROGRESS}.old"):
+        (output / theirs).write_bytes(b"precious")
+    run(model, output)
+    assert {name: value for name, value in snapshot(output).items() if (packed / name).exists()} == snapshot(packed)
+    assert snapshot(output).keys() - snapshot(packed).keys() == {
+        "notes.tmp", "theirs.tmp/config.json.tmp", "chord-lock-x.json", f"{PROGRESS}.old"
+    }  # fmt: skip
+
+
+def test_a_side_file_named_like_a_lock_travels(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    (model / "chord-lock-x.json").write_text("{}")
+    run(model, tmp_path / "out")
+    assert (tmp_path / "out" / "chord-lock-x.json").exists()
+
+
+def change_weights(model: Path) -> None:
+    """Other weights under the same headers and sizes, as another fine-tune has them."""
+    for file in model.glob("model-*.safetensors"):
+        data = bytearray(file.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        for tensor, entry in json.loads(data[8:start]).items():
+            if tensor.endswith("weight_packed"):
+                data[start + entry["data_offsets"][0]] ^= 0x11
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_finished_directory_of_a_source_that_changed_is_refused(tmp_path: Path, lost: bool) -> None:
+    model, output = write_checkpoint(tmp_path / "model"), tmp_path / "out"
+    run(model, output)
+    change_weights(model)
+    if lost:
+        (output / "experts-layer002-ep000of002-tp00of01-00.safetensors").unlink()
+        for file in model.iterdir():
+            os.utime(file, (1, 1))
+    before = snapshot(output)
+    with pytest.raises(OutputError, match=r"files differ from what the source holds now.*delete these files and run"):
+        run(model, output)
+    assert snapshot(output) == before
+    for file in output.glob("experts-*"):
+        file.unlink()
+    run(model, output)
+    run(model, tmp_path / "whole")
+    assert snapshot(output) == snapshot(tmp_path / "whole")
+
+
+def test_a_touched_source_is_the_same_source(model: Path, packed: Path, tmp_path: Path) -> None:
+    output, copy = tmp_path / "out", tmp_path / "model"
+    shutil.copytree(packed, output)
+    shutil.copytree(model, copy)
+    for file in copy.iterdir():
+        os.utime(file)
+    assert run(copy, output).written_bytes == 0
+    run(copy, tmp_path / "again")
+    assert snapshot(tmp_path / "again") == snapshot(output) == snapshot(packed)
+
+
+@pytest.mark.parametrize("name", ["shared-00000.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_finished_directory_with_a_damaged_file_is_mended(
+    model: Path, packed: Path, tmp_path: Path, name: str
+) -> None:
+    """Also where the size is the same and the header can be read: a digit of a checksum."""
+    output = tmp_path / "out"
+    shutil.copytree(packed, output)
+    if name.endswith(".safetensors"):
+        digest = next(iter(read_shard_header(output / name).tensors.values())).checksum.encode()
+    else:
+        digest = b"model"
+    (output / name).write_bytes((output / name).read_bytes().replace(digest, digest[::-1], 1))
+    assert snapshot(output) != snapshot(packed)
     run(model, output)
     assert snapshot(output) == snapshot(packed)
 
 
+def test_ranks_may_be_added_to_a_finished_directory(model: Path, packed: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run(model, output, options(2, ranks=(1,)))
+    kept = finished_files(output)
+    with pytest.raises(OutputError, match=r"takes further ranks when --ranks names those it has too"):
+        run(model, output, options(2, ranks=(0,)))
+    run(model, output, options(2, ranks=(0, 1)))
+    assert kept.items() <= finished_files(output).items()
+    assert snapshot(output) == snapshot(packed)
+
+
+def test_an_output_inside_the_source(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    begin(model, model / "out")
+    (model / "run.log").write_text("started")
+    run(model, model / "out")
+    assert run(model, model / "out").written_bytes == 0
+    run(model, tmp_path / "elsewhere")
+    assert snapshot(model / "out") == snapshot(tmp_path / "elsewhere")
+    before = snapshot(model)
+    with pytest.raises(OutputError, match="did not write"):
+        run(model, model)
+    assert snapshot(model) == before
+
+
 def test_a_second_run_on_the_same_directory_is_refused(model: Path, tmp_path: Path) -> None:
     prepared = prepare(str(model), options())
-    wanted = record(prepared.plan, origin(prepared))
-    with claim(tmp_path / "out", wanted, prepared.source.fingerprint(), None):
+    job = job_of(prepared, tmp_path / "out", provenance(prepared.source, prepared.plan))
+    with claim(tmp_path / "out", job, None):
         with pytest.raises(OutputError, match="in use by another run"):
             run(model, tmp_path / "out")
         with pytest.raises(OutputError, match="in use by another run"):
             run(model, tmp_path / "out", part=(0, 2))
     run(model, tmp_path / "out")
-
-
-def origin(prepared: object) -> object:
-    from chord_convert.finish import provenance
-
-    return provenance(prepared.source, prepared.plan)  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_leaves_nothing_half_written(larger: Path, tmp_path: Path) -> None:
