@@ -63,12 +63,13 @@ def contiguous(
     Returns:
         ``out``, bfloat16 [M, N] or [M, N/2].
     """
-    rows = a.shape[0]
-    if a.dim() != 2 or rows % RUN_ROWS:
+    check_weight(Mode.CONTIGUOUS, w)
+    if a.dim() != 2 or a.shape[0] % RUN_ROWS:
         raise UsageError(
             f"a must be [M, K] with M a multiple of {RUN_ROWS}; found {list(a.shape)}: pad with rows of m_indices −1"
         )
-    out, swiglu = _prepare(Mode.CONTIGUOUS, a, w, rows, activation, row_weight, out)
+    rows = a.shape[0]
+    out, swiglu = _prepare(a, w, rows, activation, row_weight, out)
     _routing("m_indices", m_indices, rows, a)
     if _reads_values(validate, a):
         values.contiguous(m_indices, w.num_experts)
@@ -100,13 +101,14 @@ def masked(
     Returns:
         ``out``, bfloat16 [G·max_m, N] or [G·max_m, N/2].
     """
+    check_weight(Mode.MASKED, w)
     groups = w.num_experts
-    rows = a.shape[0] * a.shape[1] if a.dim() == 3 else a.shape[0]
+    rows = a.shape[:-1].numel()
     if not (a.shape[0] == groups if a.dim() == 3 else a.dim() == 2 and rows % groups == 0):
         raise UsageError(
             f"a must be [G, max_m, K] or [G·max_m, K] with G = {groups}, the weight's experts; found {list(a.shape)}"
         )
-    out, swiglu = _prepare(Mode.MASKED, a, w, rows, activation, row_weight, out)
+    out, swiglu = _prepare(a, w, rows, activation, row_weight, out)
     _routing("masked_m", masked_m, groups, a)
     if _reads_values(validate, a):
         values.masked(masked_m, rows // groups)
@@ -148,14 +150,15 @@ def indexed(
     Returns:
         ``out``, bfloat16 [T·top_k, N] or [T·top_k, N/2]; row = routed index.
     """
+    check_weight(Mode.INDEXED, w)
     if x.dim() != 2 or top_k < 1:
         raise UsageError(f"x must be [T, K] and top_k at least 1; found {list(x.shape)} and {top_k}")
     if block_size is None:
         block_size = _infer_block_size(sorted_ids, expert_ids)
-    elif block_size < 1:
-        raise UsageError(f"block_size must be at least 1; found {block_size}")
+    else:
+        check_block_size(block_size)
     rows = x.shape[0] * top_k
-    out, swiglu = _prepare(Mode.INDEXED, x, w, rows, activation, topk_weights, out)
+    out, swiglu = _prepare(x, w, rows, activation, topk_weights, out)
     _routing("sorted_ids", sorted_ids, None, x)
     _routing("expert_ids", expert_ids, None, x)
     _routing("num_tokens_padded", num_tokens_padded, 1, x)
@@ -169,8 +172,44 @@ def indexed(
     return out
 
 
+def check_weight(mode: Mode, w: PackedWeight) -> None:
+    """Raise UsageError for something else than a packed weight, ModeError for one that was packed for other modes."""
+    if not isinstance(w, PackedWeight):
+        raise UsageError(
+            f"w must be a PackedWeight, found {type(w).__name__}: take it from a layer of chord.load, "
+            "or pack a stack of experts with chord.pack_w4a16_grouped"
+        )
+    if mode not in w.modes:
+        raise ModeError(
+            f"{mode.value} was called on a weight packed for {', '.join(m.value for m in w.modes) or 'no mode'}: "
+            f"convert again with --mode {mode.value} (or all), or call an operation that it was packed for"
+        )
+
+
+def check_rows(rows: Tensor, w: PackedWeight) -> None:
+    """Raise UsageError unless ``rows`` can be multiplied by ``w``."""
+    fits = rows.dtype is torch.bfloat16 or (rows.dtype is torch.float32 and rows.is_cpu)
+    if not fits or rows.shape[-1] != w.k or not rows.is_contiguous() or rows.device != w.data.device:
+        raise UsageError(
+            f"rows must be contiguous bfloat16 […, {w.k}] on {w.data.device}, where the weight is; found {_found(rows)}"
+        )
+
+
+def check_out(out: Tensor, shape: tuple[int, int], rows: Tensor) -> None:
+    """Raise UsageError unless results of ``rows`` can be written to ``out``."""
+    if out.dtype is not rows.dtype or tuple(out.shape) != shape or not out.is_contiguous() or out.device != rows.device:
+        raise UsageError(
+            f"out must be contiguous {_name(rows.dtype)} {list(shape)} on {rows.device}; found {_found(out)}"
+        )
+
+
+def check_block_size(block_size: int) -> None:
+    """Raise UsageError for a block without rows."""
+    if block_size < 1:
+        raise UsageError(f"block_size must be at least 1; found {block_size}")
+
+
 def _prepare(
-    mode: Mode,
     rows: Tensor,
     w: PackedWeight,
     num_rows: int,
@@ -179,18 +218,8 @@ def _prepare(
     out: Tensor | None,
 ) -> tuple[Tensor, bool]:
     """Check what the modes share; returns ``out`` and whether SwiGLU is asked for. One pass of cheap comparisons."""
-    if mode not in w.modes:
-        raise ModeError(
-            f"{mode.value} was called on a weight packed for {', '.join(m.value for m in w.modes) or 'no mode'}: "
-            f"convert again with --mode {mode.value} (or all), or call an operation that it was packed for"
-        )
+    check_rows(rows, w)
     device = rows.device
-    dtype = rows.dtype
-    fits = dtype is torch.bfloat16 or (dtype is torch.float32 and rows.is_cpu)
-    if not fits or rows.shape[-1] != w.k or not rows.is_contiguous() or device != w.data.device:
-        raise UsageError(
-            f"rows must be contiguous bfloat16 […, {w.k}] on {w.data.device}, where the weight is; found {_found(rows)}"
-        )
     if activation is not None and (activation != "swiglu" or not w.interleaved):
         raise UsageError(
             f"activation {activation!r} on a weight in row order {w.row_order.value}: supported are None, and 'swiglu' "
@@ -206,15 +235,7 @@ def _prepare(
     columns = w.n if activation is None else w.n // 2
     if out is None:
         return rows.new_empty((num_rows, columns)), activation is not None
-    if (
-        out.dtype is not dtype
-        or tuple(out.shape) != (num_rows, columns)
-        or not out.is_contiguous()
-        or out.device != device
-    ):
-        raise UsageError(
-            f"out must be contiguous {_name(dtype)} [{num_rows}, {columns}] on {device}; found {_found(out)}"
-        )
+    check_out(out, (num_rows, columns), rows)
     return out, activation is not None
 
 

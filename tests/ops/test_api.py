@@ -234,3 +234,16 @@ def test_the_public_names_are_what_they_say() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("operation", ["contiguous", "masked", "indexed"])
+def test_what_is_no_weight_and_what_are_no_rows(operation: str) -> None:
+    call = getattr(chord, operation)
+    rest = (torch.zeros(1, dtype=torch.int32),) * 3 + (1,) if operation == "indexed" else (torch.zeros(1).int(), 1)
+    rest = rest[:1] if operation == "contiguous" else rest
+    weight = chord.pack_w4a16_grouped(torch.zeros(1, 128, 64, dtype=torch.uint8), torch.ones(1, 128, 2).bfloat16())
+    with pytest.raises(UsageError, match=r"must be .*found \[\]"):
+        call(torch.tensor(1.0).bfloat16(), weight, *rest)
+    for wrong in (weight.data, None):
+        with pytest.raises(UsageError, match=r"w must be a PackedWeight, found .*pack_w4a16_grouped"):
+            call(torch.zeros(128, 64).bfloat16(), wrong, *rest)
