@@ -65,7 +65,7 @@ def moe_layer(
     gives the part of its own experts, with tensor parallelism its part of the sum: add the ranks' results.
 
     Args:
-        x: bfloat16 [T, hidden].
+        x: bfloat16 [T, hidden], contiguous, on the layer's device; on the CPU float32 too.
         topk_ids: int32 or int64 [T, top_k], global experts; −1 for none.
         topk_weights: float32 [T, top_k].
         mode: by default as :func:`chord_runtime.routing.convention` chooses among those the layer was packed for.
@@ -78,27 +78,51 @@ def moe_layer(
 
     Raises:
         ModeError: the layer was not packed for ``mode``.
-        UsageError: anything else that does not fit.
+        UsageError: a dtype, shape, stride, device, mode or size that does not fit, whatever T is. Experts that do not
+            exist, and more choices of an expert than ``max_m``, on the CPU outside of ``torch.compile`` only: on CUDA
+            nothing is read, and they are routed nowhere.
     """
-    if x.dim() != 2 or topk_ids.shape[:1] != x.shape[:1]:
-        raise UsageError(f"x is [T, hidden] and topk_ids [T, top_k]; found {list(x.shape)} and {list(topk_ids.shape)}")
-    if topk_weights.shape != topk_ids.shape or topk_weights.dtype != torch.float32:
-        raise UsageError(
-            f"topk_weights must be float32 {list(topk_ids.shape)} like topk_ids; "
-            f"found {topk_weights.dtype} {list(topk_weights.shape)}"
-        )
+    chosen = _check(x, layer, topk_ids, topk_weights, mode, out)
+    block_size = routing.block_rows(topk_ids.numel(), layer.num_experts) if block_size is None else block_size
+    api.check_block_size(block_size)
     out = torch.empty_like(x) if out is None else out
     if not topk_ids.numel():
         return out.zero_()
-    if block_size is None:
-        block_size = routing.block_rows(topk_ids.numel(), layer.num_experts)
-    run = _MODES[_mode(mode, layer, topk_ids.numel())]
-    return routing.combine(*run(x, layer, topk_ids, topk_weights, max_m, block_size), out)
+    arguments = x, layer, topk_ids, topk_weights
+    if chosen is Mode.INDEXED:
+        results, rows = _indexed(*arguments, block_size)
+    elif chosen is Mode.CONTIGUOUS:
+        results, rows = _contiguous(*arguments)
+    else:
+        results, rows = _masked(*arguments, max_m)
+    return routing.combine(results, rows, out)
 
 
-def _contiguous(
-    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
-) -> tuple[Tensor, Tensor]:
+def _check(
+    x: Tensor,
+    layer: PackedLayer,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    mode: Mode | str | None,
+    out: Tensor | None,
+) -> Mode:
+    """The mode, once everything fits, by shapes, dtypes and devices alone: the same in all modes, whatever T is."""
+    try:
+        chosen = routing.convention(layer.w13.modes) if mode is None else Mode(mode)
+    except ValueError:
+        raise UsageError(f"mode {mode!r}: supported are {', '.join(m.value for m in Mode)}") from None
+    for weight in (layer.w13, layer.w2):
+        api.check_weight(chosen, weight)
+    if x.dim() != 2 or topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
+        raise UsageError(f"x is [T, hidden] and topk_ids [T, top_k]; found {list(x.shape)} and {list(topk_ids.shape)}")
+    api.check_rows(x, layer.w13)
+    routing.check(topk_ids, layer.expert_map, topk_weights)
+    if out is not None:
+        api.check_out(out, (x.shape[0], layer.w2.n), x)
+    return chosen
+
+
+def _contiguous(x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     route = routing.contiguous(topk_ids, layer.w13.num_experts, layer.expert_map, topk_weights)
     rows = routing.gather(x, route.routed, topk_ids)
     hidden = api.contiguous(rows, layer.w13, route.m_indices, activation="swiglu")
@@ -106,7 +130,7 @@ def _contiguous(
 
 
 def _masked(
-    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
+    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None
 ) -> tuple[Tensor, Tensor]:
     route = routing.masked(topk_ids, layer.w13.num_experts, max_m, layer.expert_map, topk_weights)
     rows = routing.gather(x, route.routed, topk_ids)
@@ -116,7 +140,7 @@ def _masked(
 
 
 def _indexed(
-    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, max_m: int | None, block_size: int
+    x: Tensor, layer: PackedLayer, topk_ids: Tensor, topk_weights: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
     route = routing.indexed(topk_ids, layer.w13.num_experts, block_size, layer.expert_map)
     buffers = route.sorted_ids, route.expert_ids, route.num_tokens_padded
@@ -125,15 +149,3 @@ def _indexed(
     weights = topk_weights.contiguous()
     down = api.indexed(hidden, layer.w2, *buffers, 1, block_size, expected_m=expected_m, topk_weights=weights)
     return down, route.rows
-
-
-_MODES = {Mode.INDEXED: _indexed, Mode.CONTIGUOUS: _contiguous, Mode.MASKED: _masked}
-
-
-def _mode(mode: Mode | str | None, layer: PackedLayer, routed: int) -> Mode:
-    if mode is None:
-        return routing.convention(routed, layer.num_experts, layer.w13.modes)
-    try:
-        return Mode(mode)
-    except ValueError:
-        raise UsageError(f"mode {mode!r}: supported are {', '.join(m.value for m in Mode)}") from None

@@ -2,7 +2,8 @@
 
 On CUDA one kernel sorts the choices, one gathers rows where the layout wants them sorted, and one adds a token's rows;
 the plain tensor arithmetic here is what the CPU runs and what those kernels are held against. Shapes are fixed and
-nothing waits for the device, so it can be captured in a CUDA graph.
+nothing waits for the device, so it can be captured in a CUDA graph. What values there are is checked on the CPU only,
+and not under ``torch.compile``: an expert or a row that does not exist is an error there, and undefined elsewhere.
 
 A *routed index* is token · top_k + choice. Choices of −1, and experts that ``expert_map`` sends to −1 (another rank's),
 are routed nowhere. Rows of one expert keep the order of their routed indices, in all three layouts.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import Mode
+from chord_runtime.ops.api import check_block_size, check_out
 from chord_runtime.ops.library import refuse_grad
 from chord_runtime.ops.route import MAX_EXPERTS, Layout, capacity
 from chord_runtime.ops.validate import RUN_ROWS
@@ -72,20 +74,12 @@ class IndexedRouting:
     """int32 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
 
 
-CONTIGUOUS_ROWS = 1 << 30
-"""Rows of an expert, on average, from which a sorted copy of them pays. Beyond every batch: indexed takes all."""
+def convention(modes: Collection[Mode]) -> Mode:
+    """How a layer whose weights were packed for ``modes`` runs, unless told otherwise; a row's bits are the same.
 
-
-def convention(routed: int, num_experts: int, modes: Collection[Mode]) -> Mode:
-    """How the layer runs ``routed`` choices among ``num_experts`` experts (of all ranks), if it may choose.
-
-    Of the modes that the weights were packed for: contiguous from ``CONTIGUOUS_ROWS`` on, else indexed, which copies
-    nothing. Only shapes decide, so a captured CUDA graph holds one choice; a row's bits are the same either way.
+    Indexed wherever it can, for it copies no rows; else contiguous; else masked, whose rows are T for each expert.
     """
-    order = [Mode.INDEXED, Mode.CONTIGUOUS, Mode.MASKED]
-    if routed >= CONTIGUOUS_ROWS * num_experts:
-        order = [Mode.CONTIGUOUS, Mode.INDEXED, Mode.MASKED]
-    return next((mode for mode in order if mode in modes), Mode.INDEXED)
+    return next((mode for mode in (Mode.INDEXED, Mode.CONTIGUOUS, Mode.MASKED) if mode in modes), Mode.INDEXED)
 
 
 def block_rows(routed: int, num_experts: int) -> int:
@@ -104,8 +98,10 @@ def contiguous(
         expert_map: int32 [global experts] → local expert or −1; without it ids are local already.
         topk_weights: float32 [T, top_k], to be laid out as ``row_weight``.
 
-    M is the most that any choice of T · top_k experts can need, whatever the values are.
+    M is the most that any choice of T · top_k experts can need, whatever the values are. Raises UsageError for ids,
+    weights or a map of another dtype, shape or device.
     """
+    check(topk_ids, expert_map, topk_weights)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         refuse_grad(topk_ids, topk_weights)
         routed, m_indices, _, rows, weights = _OPS.align(
@@ -134,7 +130,10 @@ def masked(
     Arguments are those of :func:`contiguous`. Raises UsageError when an expert was chosen more than ``max_m`` times, on
     the CPU; on CUDA, where that is not read, its last choices are routed nowhere.
     """
+    check(topk_ids, expert_map, topk_weights)
     max_m = topk_ids.shape[0] if max_m is None else max_m
+    if max_m < 0:
+        raise UsageError(f"max_m is the rows of each expert; found {max_m}")
     expected_m = _expected_m(topk_ids, num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         refuse_grad(topk_ids, topk_weights)
@@ -166,6 +165,8 @@ def indexed(
     topk_ids: Tensor, num_experts: int, block_size: int = 16, expert_map: Tensor | None = None
 ) -> IndexedRouting:
     """Blocks of ``block_size`` routed indices of one expert. Other arguments are those of :func:`contiguous`."""
+    check(topk_ids, expert_map, None)
+    check_block_size(block_size)
     expected_m = _expected_m(topk_ids, num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         sorted_ids, expert_ids, used, rows, _ = _OPS.align(
@@ -194,18 +195,33 @@ def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
     """Row i of the result, [len(routed), hidden], is row ``routed[i] // top_k`` of ``x`` [T, hidden]; padding rows,
     which the operators neither read nor write, are anything.
     """
+    top_k = topk_ids.shape[-1]
+    if x.dim() != 2 or routed.dim() != 1 or topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
+        raise UsageError(
+            f"x is [T, hidden], routed [M] and topk_ids [T, top_k]; found {list(x.shape)}, {list(routed.shape)} and "
+            f"{list(topk_ids.shape)}"
+        )
+    if _reads_values(routed) and int(routed.max()) >= topk_ids.numel():
+        raise UsageError(f"routed holds {int(routed.max())}: routed indices are below {topk_ids.numel()} here")
     if x.is_cuda:
         refuse_grad(x, None)
-        gathered: Tensor = _OPS.gather(x, routed, topk_ids.numel(), topk_ids.shape[1])
+        gathered: Tensor = _OPS.gather(x, routed, topk_ids.numel(), top_k)
         return gathered
-    if not x.shape[0]:
+    if not topk_ids.numel():
         return x.new_empty((routed.shape[0], x.shape[1]))
-    return x[routed.clamp(min=0) // topk_ids.shape[1]]
+    return x[routed.clamp(min=0) // top_k]
 
 
 def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     """``out[t]`` = Σ over j of ``results[rows[t, j]]``, −1 for none: in FP32, in the order of j, rounded once."""
-    if results.is_cuda and out.is_contiguous() and out.dtype is results.dtype:
+    if results.dim() != 2 or rows.dim() != 2:
+        raise UsageError(f"results are [M, hidden], rows [T, top_k]; found {list(results.shape)}, {list(rows.shape)}")
+    check_out(out, (rows.shape[0], results.shape[1]), results)
+    if _reads_values(rows) and int(rows.max()) >= results.shape[0]:
+        raise UsageError(f"rows holds {int(rows.max())}: there are {results.shape[0]} results")
+    if not results.shape[0]:
+        return out.zero_()
+    if results.is_cuda:
         refuse_grad(results, None)
         _OPS.combine(results, rows, out)
         return out
@@ -221,17 +237,35 @@ def _expected_m(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -
     return max(1, -(-topk_ids.numel() // max(1, num_experts if expert_map is None else expert_map.numel())))
 
 
+def check(topk_ids: Tensor, expert_map: Tensor | None, topk_weights: Tensor | None) -> None:
+    """Raise UsageError for what does not fit the choices, by shape, dtype and device alone."""
+    if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
+        raise UsageError(f"topk_ids must be int32 or int64 [T, top_k]; found {topk_ids.dtype} {list(topk_ids.shape)}")
+    if topk_weights is not None and (
+        topk_weights.dtype != torch.float32
+        or topk_weights.shape != topk_ids.shape
+        or topk_weights.device != topk_ids.device
+    ):
+        raise UsageError(
+            f"topk_weights must be float32 {list(topk_ids.shape)} on {topk_ids.device}, like topk_ids; "
+            f"found {topk_weights.dtype} {list(topk_weights.shape)} on {topk_weights.device}"
+        )
+    if expert_map is not None and (
+        expert_map.dtype != torch.int32 or expert_map.dim() != 1 or expert_map.device != topk_ids.device
+    ):
+        raise UsageError(
+            f"expert_map must be int32 [global experts] on {topk_ids.device}; "
+            f"found {expert_map.dtype} {list(expert_map.shape)} on {expert_map.device}"
+        )
+
+
 def _kernel_takes(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> bool:
     """Whether the align kernel does it: on CUDA, unless there are more experts than it counts."""
-    if not topk_ids.is_cuda or topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.dim() != 2:
-        return False
-    return max(num_experts, 0 if expert_map is None else expert_map.numel()) <= MAX_EXPERTS
+    return topk_ids.is_cuda and max(num_experts, 0 if expert_map is None else expert_map.numel()) <= MAX_EXPERTS
 
 
 def _local(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
     """int64 [T · top_k]: local expert of each routed index, −1 for none."""
-    if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
-        raise UsageError(f"topk_ids must be int32 or int64 [T, top_k]; found {topk_ids.dtype} {list(topk_ids.shape)}")
     ids = topk_ids.reshape(-1).long()
     known = num_experts if expert_map is None else expert_map.numel()
     if _reads_values(ids) and not (int(ids.min()) >= -1 and int(ids.max()) < known):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,6 +96,8 @@ def test_only_recorded_modes_run() -> None:
     assert torch.equal(by_default, moe_layer(x, packed, ids, weights, mode="masked"))
     with pytest.raises(ModeError, match="contiguous was called on a weight packed for masked"):
         moe_layer(x, packed, ids, weights, mode="contiguous")
+    with pytest.raises(ModeError, match="contiguous was called on a weight packed for masked"):
+        moe_layer(x[:0], packed, ids[:0], weights[:0], mode="contiguous")
     with pytest.raises(UsageError, match="mode 'sideways': supported are contiguous, masked, indexed"):
         moe_layer(x, packed, ids, weights, mode="sideways")
 
@@ -103,7 +107,7 @@ def test_wrong_arguments_are_refused() -> None:
     x, ids, weights = activations(4, HIDDEN), torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
     with pytest.raises(UsageError, match=r"found \[4, 128\] and \[3, 1\]"):
         moe_layer(x, packed, ids[:3], weights[:3])
-    with pytest.raises(UsageError, match=r"float32 \[4, 1\] like topk_ids; found torch.bfloat16"):
+    with pytest.raises(UsageError, match=r"float32 \[4, 1\] on cpu, like topk_ids; found torch.bfloat16"):
         moe_layer(x, packed, ids, weights.bfloat16())
     with pytest.raises(UsageError, match=r"topk_weights must be float32 \[4, 1\]"):
         moe_layer(x, packed, ids, weights[:, :0])
@@ -111,6 +115,37 @@ def test_wrong_arguments_are_refused() -> None:
         moe_layer(x.half(), packed, ids, weights)
     with pytest.raises(UsageError, match=r"experts are 0\.\.1"):
         moe_layer(x, packed, ids + 2, weights)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("tokens", [0, 4])
+@pytest.mark.parametrize("top_k", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"x": lambda t: torch.zeros(t, HIDDEN // 2).bfloat16()}, "rows must be contiguous bfloat16"),
+        ({"x": lambda t: torch.zeros(t, HIDDEN).half()}, "rows must be contiguous bfloat16"),
+        ({"x": lambda _: torch.zeros(HIDDEN, 4).bfloat16().T}, "rows must be contiguous bfloat16|x is"),
+        ({"x": lambda t: torch.zeros(t, HIDDEN, device="meta").bfloat16()}, "rows must be contiguous bfloat16"),
+        ({"out": lambda t: torch.zeros(t, HIDDEN, dtype=torch.int8)}, "out must be contiguous bfloat16"),
+        ({"out": lambda t: torch.zeros(t, HIDDEN).half()}, "out must be contiguous bfloat16"),
+        ({"out": lambda t: torch.zeros(t + 1, HIDDEN).bfloat16()}, "out must be contiguous bfloat16"),
+        ({"out": lambda t: torch.zeros(1, 1).bfloat16().expand(t + 2, HIDDEN)}, "out must be contiguous bfloat16"),
+        ({"out": lambda t: torch.zeros(t, HIDDEN, device="meta").bfloat16()}, "out must be contiguous bfloat16"),
+        ({"mode": "sideways"}, "mode 'sideways'"),
+        ({"block_size": 0}, "block_size must be at least 1; found 0"),
+        ({"block_size": -4}, "block_size must be at least 1; found -4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_every_mode(
+    mode: chord.Mode | None, tokens: int, top_k: int, wrong: dict[str, Any], message: str
+) -> None:
+    packed, _, _ = layer((0, 1), 2, HIDDEN)
+    given = {"x": activations(tokens, HIDDEN), "mode": mode}
+    given |= {name: value(tokens) if callable(value) else value for name, value in wrong.items()}
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    with pytest.raises(UsageError, match=message):
+        moe_layer(layer=packed, topk_ids=ids, topk_weights=ids.float(), **given)
 
 
 def test_weights_that_do_not_belong_together_are_refused() -> None:

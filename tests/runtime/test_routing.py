@@ -115,6 +115,47 @@ def test_wrong_ids_are_refused(make: object) -> None:
             make(torch.tensor([[0, value]], dtype=torch.int32), 4)
 
 
+def test_weights_and_maps_that_do_not_fit_are_refused() -> None:
+    ids = torch.zeros(5, 4, dtype=torch.int32)
+    for make in (routing.contiguous, routing.masked):
+        for weights in (torch.ones(5, 5), torch.ones(20), torch.ones(5, 4).half(), torch.ones(5, 4, device="meta")):
+            with pytest.raises(UsageError, match=r"topk_weights must be float32 \[5, 4\] on cpu"):
+                make(ids, 2, topk_weights=weights)
+    for make in (routing.contiguous, routing.masked, routing.indexed):
+        for expert_map in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)):
+            with pytest.raises(UsageError, match=r"expert_map must be int32 \[global experts\] on cpu"):
+                make(ids, 2, expert_map=expert_map)
+    for size in (0, -4):
+        with pytest.raises(UsageError, match=f"block_size must be at least 1; found {size}"):
+            routing.indexed(ids, 2, size)
+    with pytest.raises(UsageError, match="max_m is the rows of each expert; found -1"):
+        routing.masked(ids, 2, -1)
+
+
+def test_gather_and_combine_refuse_what_does_not_fit() -> None:
+    x, ids, routed = torch.zeros(3, 8).bfloat16(), torch.zeros(3, 2, dtype=torch.int32), torch.tensor([5, -1]).int()
+    assert routing.gather(x, routed, ids).shape == (2, 8)
+    for wrong in ((x[0], routed, ids), (x[:2], routed, ids), (x, routed.view(1, 2), ids), (x, routed, ids.view(-1))):
+        with pytest.raises(UsageError, match=r"x is \[T, hidden\], routed \[M\] and topk_ids \[T, top_k\]; found"):
+            routing.gather(*wrong)
+    with pytest.raises(UsageError, match="routed holds 6: routed indices are below 6 here"):
+        routing.gather(x, routed + 1, ids)
+    results, rows, out = (
+        torch.ones(2, 8).bfloat16(),
+        torch.tensor([[0, 1], [1, -1]]).int(),
+        torch.empty(2, 8).bfloat16(),
+    )
+    assert routing.combine(results, rows, out)[:, 0].tolist() == [2, 1]
+    assert not routing.combine(results[:0], torch.full_like(rows, -1), out).any()
+    with pytest.raises(UsageError, match=r"results are \[M, hidden\], rows \[T, top_k\]"):
+        routing.combine(results[0], rows, out)
+    with pytest.raises(UsageError, match="rows holds 2: there are 2 results"):
+        routing.combine(results, rows + 1, out)
+    for wrong_out in (out[:1], out.float(), out[:, :1].expand(2, 8)):
+        with pytest.raises(UsageError, match=r"out must be contiguous bfloat16 \[2, 8\] on cpu"):
+            routing.combine(results, rows, wrong_out)
+
+
 def test_an_expert_chosen_more_often_than_masked_has_rows() -> None:
     with pytest.raises(UsageError, match="chosen 5 times: max_m must be at least that, found 4"):
         routing.masked(torch.zeros(5, 1, dtype=torch.int32), 2, 4)

@@ -114,7 +114,7 @@ class StandardExperts(ChordExperts):
         return rows, hidden
 
     def run(self, output: Tensor, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, meta: Any) -> None:
-        """The whole layer: shapes alone decide which convention takes the rows (:mod:`chord_runtime.routing`)."""
+        """The whole layer, in the mode that :func:`chord_runtime.routing.convention` takes."""
         moe_layer(rows, self.layer, topk_ids, topk_weights.float(), out=output)
 
 
