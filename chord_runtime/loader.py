@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -88,20 +89,22 @@ def load(
         tp_rank: rank of the recorded TP size.
         placement: which experts a rank holds; by default as recorded.
         device: where the tensors go. For CUDA they pass through two pinned buffers a worker.
-        layers: layer numbers; by default all.
+        layers: layer numbers; by default all. One that is named twice is loaded once.
         verify: also compare every tensor with its checksum.
         workers: layers read at once.
 
     Raises:
         FormatError: the directory is unfinished, altered, of another format version, or lacks experts of this rank.
-        UsageError: ranks, sizes or layers that the directory cannot have.
+        UsageError: ranks, sizes, layers or a device that cannot be.
     """
     began = time.perf_counter()
+    target, workers = _device(device), _integer("workers", workers)
+    ep_rank, tp_rank = _integer("ep_rank", ep_rank), _integer("tp_rank", tp_rank)
     opened = PackedDir(Path(directory))
     packing = opened.manifest.packing
     recorded = packing.layout
     layout = ParallelLayout(
-        recorded.ep_size if ep_size is None else ep_size,
+        recorded.ep_size if ep_size is None else _integer("ep_size", ep_size),
         recorded.tp_size,
         recorded.placement if placement is None else _placement(placement),
     )
@@ -111,13 +114,13 @@ def load(
             f"tp rank {tp_rank}: {opened.path} was packed for --tp {layout.tp_size}, so ranks are "
             f"0..{layout.tp_size - 1}; another TP size changes the bytes: convert again for it"
         )
-    numbers = packing.layers if layers is None else tuple(layers)
+    numbers = packing.layers if layers is None else _layers(layers)
     if unknown := sorted(set(numbers) - set(packing.layers)):
         raise UsageError(f"layers {unknown} are not in {opened.path}: it has experts in layers {list(packing.layers)}")
     experts = tuple(layout.experts_of(ep_rank, packing.shape.num_experts))
     reader = _Reader(opened, _owners(opened, experts), experts, tp_rank, verify)
     with ThreadPoolExecutor(max(1, min(workers, len(numbers))), thread_name_prefix="load") as pool:
-        reads = [pool.submit(reader.layer, number, torch.device(device)) for number in numbers]
+        reads = [pool.submit(reader.layer, number, target) for number in numbers]
         try:
             results = [read.result() for read in reads]
         except BaseException:  # one error, or Ctrl-C, is enough: do not read what is left
@@ -141,6 +144,34 @@ def _placement(name: Placement | str) -> Placement:
         raise UsageError(f"placement {name!r}: supported are {known}") from None
 
 
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name} must be an integer; found {value!r}") from None
+
+
+def _layers(layers: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(layers, Iterable):
+        raise UsageError(f"layers must be several numbers, as in layers=[{layers!r}]; found {layers!r}")
+    return tuple(dict.fromkeys(_integer("a layer", layer) for layer in layers))
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r}: supported are cpu and cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; `chord doctor` says what is "
+            "missing, and device='cpu' runs the reference"
+        )
+    return device
+
+
 def _owners(opened: PackedDir, experts: tuple[int, ...]) -> list[int]:
     """The ranks, of those that the files are grouped for, whose files hold ``experts``."""
     manifest = opened.manifest
@@ -148,10 +179,11 @@ def _owners(opened: PackedDir, experts: tuple[int, ...]) -> list[int]:
     wanted = set(experts)
     owners = [rank for rank in range(recorded.ep_size) if not wanted.isdisjoint(recorded.experts_of(rank, total))]
     if missing := [rank for rank in owners if rank not in manifest.ep_ranks]:
+        together = ",".join(str(rank) for rank in sorted({*manifest.ep_ranks, *owners}))
         raise FormatError(
             f"{opened.path} holds the experts of ranks {list(manifest.ep_ranks)} of {recorded.ep_size} only; those "
-            f"asked for are also of ranks {missing}: run chord-convert with --ranks {','.join(map(str, missing))}, or "
-            f"load with ep_size={recorded.ep_size} and one of the ranks that are here"
+            f"asked for are also of ranks {missing}: run chord-convert again with --ranks {together}, which adds them, "
+            f"or load with ep_size={recorded.ep_size} and one of the ranks that are here"
         )
     return owners
 

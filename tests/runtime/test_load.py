@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,18 +178,27 @@ def test_an_io_error_names_the_file(packed: Path, monkeypatch: pytest.MonkeyPatc
         chord.load(packed)
 
 
-def test_an_error_ends_the_load(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that have not begun are not read any more."""
+    source = write_checkpoint(tmp_path / "source", experts=2, layers=10)
+    many = convert(source, tmp_path / "many", "--ep", "1", "--experts-only")
     read: list[Path] = []
 
     def fail(path: Path, *_: object) -> None:
         read.append(path)
+        if len(read) > 1:
+            time.sleep(1)  # the time that the first one's end takes to be seen
         raise FormatError("the first one")
 
     monkeypatch.setattr(loader, "read_tensors", fail)
     with pytest.raises(FormatError, match="the first one"):
-        chord.load(packed, layers=[1, 2] * 20, workers=1)
-    assert len(read) < 5
+        chord.load(many, workers=1)
+    assert len(read) < 9 == len(expert_files(many))
+
+
+def test_a_layer_named_twice_is_loaded_once(packed: Path) -> None:
+    once, twice = chord.load(packed, layers=[1]), chord.load(packed, layers=iter([1, 1]))
+    assert list(twice) == [1] and twice.report.data_bytes == once.report.data_bytes
 
 
 def truncate(directory: Path) -> None:
@@ -299,7 +309,7 @@ def test_a_changed_byte_is_found_when_asked(copy: Path) -> None:
     chord.load(copy, 0, verify=True)
     with pytest.raises(
         FormatError,
-        match=r"bytes of .*experts\.3\.\w+_proj.* do not match their checksum.*delete .*ep001.* run chord-convert again",
+        match=r"bytes of .*experts\.3\.\w+_proj.* not match their checksum.*delete .*ep001.* run chord-convert again",
     ):
         chord.load(copy, 1, verify=True)
 
@@ -321,6 +331,15 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "size": ({"ep_size": 3}, r"ep size 3 does not divide 8 experts; sizes that do: \[1, 2, 4, 8\]"),
     "tp rank": ({"tp_rank": 1}, r"packed for --tp 1, so ranks are 0\.\.0"),
     "layer": ({"layers": [0, 1, 7]}, r"layers \[0, 7\] are not in .*has experts in layers \[1, 2\]"),
+    "rank as text": ({"ep_rank": "1"}, "ep_rank must be an integer; found '1'"),
+    "tp rank as text": ({"tp_rank": None}, "tp_rank must be an integer; found None"),
+    "size as a float": ({"ep_size": 2.0}, r"ep_size must be an integer; found 2\.0"),
+    "workers": ({"workers": "4"}, "workers must be an integer; found '4'"),
+    "one layer": ({"layers": 1}, r"layers must be several numbers, as in layers=\[1\]; found 1"),
+    "layer as text": ({"layers": "1"}, "a layer must be an integer; found '1'"),
+    "no device": ({"device": "bogus"}, "device 'bogus': Expected one of"),
+    "device without memory": ({"device": "meta"}, "device 'meta': supported are cpu and cuda"),
+    "device that is not there": ({"device": "cuda:99"}, "device 'cuda:99': PyTorch sees .*chord doctor"),
     "placement": ({"placement": "random"}, "placement 'random': supported are linear, round_robin"),
 }
 
@@ -336,13 +355,16 @@ def test_ranks_that_were_not_converted_are_named(source: Path, tmp_path: Path) -
     part = convert(source, tmp_path / "part", "--ep", "4", "--ranks", "0,3", "--experts-only")
     assert chord.load(part, 3)[2].experts == (6, 7)
     with pytest.raises(
-        FormatError, match=r"ranks \[0, 3\] of 4 only.*also of ranks \[1\]: run chord-convert.*--ranks 1"
+        FormatError,
+        match=r"ranks \[0, 3\] of 4 only.*also of ranks \[1\]: run chord-convert again with --ranks 0,1,3, ",
     ):
         chord.load(part, 1)
     with pytest.raises(FormatError, match=r"also of ranks \[1\]"):
         chord.load(part, 0, 2)
     with pytest.raises(FormatError, match=r"also of ranks \[1, 2\]"):
         chord.load(part, 0, 1)
+    convert(source, part, "--ep", "4", "--ranks", "0,1,3", "--experts-only")
+    assert chord.load(part, 0, 2)[1].experts == (0, 1, 2, 3)
 
 
 def test_modes_travel_with_the_weights(source: Path, tmp_path: Path) -> None:
