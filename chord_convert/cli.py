@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from chord_runtime.errors import ChordError, Unfinished, UsageError
 from chord_runtime.format.layout import ALL_MODES, Mode, ParallelLayout, Placement
-from chord_runtime.units import human
+from chord_runtime.units import counted, human
 from chord_runtime.version import VERSION
 
-DONE, FAILED, USAGE, UNFINISHED, INTERRUPTED = 0, 1, 2, 3, 130
-_GO_ON = "Finished files are kept; the same command goes on from there."
+if TYPE_CHECKING:
+    from chord_convert.convert import Result
+    from chord_convert.plan import Plan
+
+DONE, FAILED, USAGE, UNFINISHED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+_GO_ON = "The same command goes on from the files that are finished."
 
 
-def _parse_ranks(text: str | None) -> tuple[int, ...] | None:
-    """``0,3-5`` → (0, 3, 4, 5)."""
+class _Terminated(BaseException):
+    """SIGTERM."""
+
+
+def _parse_ranks(text: str | None, size: int) -> tuple[int, ...] | None:
+    """``0,3-5`` → (0, 3, 4, 5). Of ranks beyond ``size``, which the plan refuses, only those named are kept."""
     if text is None:
         return None
     ranks: set[int] = set()
@@ -28,7 +38,8 @@ def _parse_ranks(text: str | None) -> tuple[int, ...] | None:
         first, dash, last = piece.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise UsageError(f"--ranks {text}: found {piece!r}; supported: numbers and ranges such as 0,3-5")
-        ranks.update(range(int(first), int(last if dash else first) + 1))
+        begin, end = int(first), int(last if dash else first)
+        ranks.update((begin, end), range(begin, min(end, size)))
     return tuple(sorted(ranks))
 
 
@@ -38,7 +49,8 @@ def _parse_modes(names: tuple[str, ...]) -> tuple[Mode, ...]:
 
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 unfinished: run it again, 130 Ctrl-C.",
+    epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 unfinished (no space, a failing "
+    "disk or network): run it again, 130 Ctrl-C, 143 SIGTERM.",
 )
 @click.argument("model")
 @click.option(
@@ -51,15 +63,16 @@ def _parse_modes(names: tuple[str, ...]) -> tuple[Mode, ...]:
     "--placement", type=click.Choice([p.value for p in Placement]), default=Placement.LINEAR.value, show_default=True,
     help="Which experts a rank's files hold.",
 )  # fmt: skip
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory. Default: NAME-chord-epN-tpM.")
-@click.option("--ranks", help="Expert-parallel ranks to write, such as 0,3-5. Default: all.")
+@click.option("-o", "--output", help="Directory. Default: NAME-chord-epN-tpM.")
+@click.option("--ranks", help="Expert-parallel ranks to write, such as 0,3-5; may be extended later. Default: all.")
 @click.option("--experts-only", is_flag=True, help="Leave out all tensors but the routed experts.")
 @click.option("--revision", help="Branch, tag or commit on the Hub. Default: main.")
 @click.option("--token", help="Hub token. Default: HF_TOKEN, or that of `hf auth login`.")
 @click.option("--workers", type=click.IntRange(1, 256), default=2, show_default=True, help="Files written at a time.")
 @click.option("--executor", type=click.Choice(["threads", "ray"]), default="threads", show_default=True)
 @click.option("--address", help="Ray cluster to use (with --executor ray), such as auto. Default: one started here.")
-@click.option("--part", help="i/n: do every n-th task from task i; auto: as the launcher's RANK and WORLD_SIZE say.")
+@click.option("--part", help="i/n: do every n-th task from task i; auto: as torchrun, srun, mpirun "
+              "or an indexed Kubernetes job say.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print plan and result as JSON.")
 @click.option("--log-json", is_flag=True, help="Write progress to stderr as JSON lines.")
@@ -81,11 +94,12 @@ def cli(**arguments: Any) -> None:
 
 
 def _convert(
-    model: str, modes: tuple[str, ...], ep: int | None, tp: int | None, placement: str, output: Path | None,
+    model: str, modes: tuple[str, ...], ep: int | None, tp: int | None, placement: str, output: str | None,
     ranks: str | None, experts_only: bool, revision: str | None, token: str | None, workers: int, executor: str,
     address: str | None, part: str | None, dry_run: bool, as_json: bool, log_json: bool,
 ) -> int:  # fmt: skip
-    from chord_convert.convert import convert, prepare
+    from chord_convert.convert import Run, convert, free_space, prepare
+    from chord_convert.executors import threads
     from chord_convert.executors.parts import parse_part
     from chord_convert.plan import Options
     from chord_convert.progress import Progress
@@ -94,78 +108,102 @@ def _convert(
         raise UsageError("say how the experts will be divided: --ep N, --tp N, or both (--ep 1 for a single GPU)")
     if address is not None and executor != "ray":
         raise UsageError("--address goes with --executor ray")
+    if output == "":
+        raise UsageError("-o: found an empty name; supported: a directory, new or of an earlier run")
+    if revision is not None and Path(model).is_dir():
+        raise UsageError(f"--revision goes with a Hub id; {model} is a directory, converted as it is")
     layout = ParallelLayout(ep or 1, tp or 1, Placement(placement))
-    options = Options(layout, _parse_modes(modes), _parse_ranks(ranks), experts_only)
+    options = Options(layout, _parse_modes(modes), _parse_ranks(ranks, layout.ep_size), experts_only)
     share = None if part is None else parse_part(part)
+    run: Run = threads.run
+    if executor == "ray":
+        from chord_convert.executors import ray
+
+        ray.require()
+        run = partial(ray.run, address=address, token=token)
     prepared = prepare(model, options, revision, token)
     name = Path(prepared.source.identity.name).name
-    directory = output or Path(f"{name}-chord-ep{layout.ep_size}-tp{layout.tp_size}")
+    directory = Path(output or f"{name}-chord-ep{layout.ep_size}-tp{layout.tp_size}")
+    free = free_space(directory)
     with prepared.source:
         for warning in prepared.warnings:
             click.echo(f"warning: {warning}", err=True)
-        _show_plan(prepared.plan, directory, as_json, dry_run)
-        if dry_run:
-            return DONE
-        progress = Progress(bar=sys.stderr.isatty() and not log_json, log=log_json)
-        if executor == "ray":
-            from chord_convert.executors import ray
-
-            run = partial(ray.run, address=address, token=token)
+        if not as_json:
+            _show_plan(prepared.plan, directory, free)
+        result = None
+        if not dry_run:
+            terminal = sys.stderr.isatty()
+            progress = Progress(bar=terminal and not log_json, log=log_json, lines=not terminal)
             result = convert(prepared, directory, workers=workers, part=share, run=run, progress=progress)
-        else:
-            result = convert(prepared, directory, workers=workers, part=share, progress=progress)
-    if progress.has_zero:
-        click.echo("warning: some codes stand for −8, which Moonshot's files never use: re-quantized weights", err=True)
-    _show_result(result, directory, as_json)
+            if progress.has_zero:
+                click.echo(
+                    "warning: some codes stand for −8, which Moonshot's never do: re-quantized weights", err=True
+                )
+    if as_json:
+        done = {} if result is None else vars(result)
+        plan = prepared.plan.to_json()
+        click.echo(json.dumps({**plan, "output": str(directory), "free_bytes": free, **done}, indent=1))
+    elif result is not None:
+        _show_result(result, directory)
     return DONE
 
 
-def _show_plan(plan: Any, directory: Path, as_json: bool, dry_run: bool) -> None:
-    from chord_convert.convert import free_space
-
-    free = free_space(directory)
-    if as_json:
-        if dry_run:
-            click.echo(json.dumps({**plan.to_json(), "output": str(directory), "free_bytes": free}, indent=1))
-        return
+def _show_plan(plan: Plan, directory: Path, free: int) -> None:
     for line in plan.lines():
         click.echo(line)
     enough = "" if free >= plan.write_bytes else "  NOT ENOUGH, unless an earlier run has written part of it"
     click.echo(f"writes    {human(plan.write_bytes)} to {directory}, where {human(free)} are free{enough}")
 
 
-def _show_result(result: Any, directory: Path, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"output": str(directory), **vars(result)}, indent=1))
-        return
+def _show_result(result: Result, directory: Path) -> None:
     kept = f", {human(result.kept_bytes)} were there" if result.kept_bytes else ""
     speed = f" in {result.seconds:.1f} s ({result.written_bytes / max(result.seconds, 1e-9) / 1e9:.2f} GB/s)"
     click.echo(f"written   {human(result.written_bytes)}{speed if result.written_bytes else ''}{kept}")
     if result.missing_files:
-        left = f"{result.missing_files} files are left to other parts"
-        click.echo(f"This part is done; {left}, the last of which finishes.")
+        left = f"left to other parts: {counted(result.missing_files, 'file')}"
+        click.echo(f"This part is done; {left}. The last part finishes.")
     else:
         click.echo(f"finished  {directory}")
 
 
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
+
+
 def main() -> None:
-    """Run the command; errors are one line on stderr and an exit code, never a traceback."""
+    """Run the command; errors are one line on stderr and an exit code, never a traceback.
+
+    With ``--json`` they are an object on stdout, with the keys ``error`` and ``exit_code``.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:
+        if "--json" in sys.argv:
+            _fail(error.format_message(), USAGE)
         error.show()
         sys.exit(USAGE)
     except (KeyboardInterrupt, click.Abort):
-        click.echo(f"Stopped. {_GO_ON}", err=True)
-        sys.exit(INTERRUPTED)
+        _fail(f"stopped. {_GO_ON}", INTERRUPTED)
+    except _Terminated:
+        _fail(f"terminated. {_GO_ON}", TERMINATED)
     except UsageError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(USAGE)
+        _fail(str(error), USAGE)
     except Unfinished as error:
-        click.echo(f"error: {error}\nUnfinished. {_GO_ON}", err=True)
-        sys.exit(UNFINISHED)
+        _fail(f"{error}\nUnfinished. {_GO_ON}", UNFINISHED)
     except ChordError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(FAILED)
+        _fail(str(error), FAILED)
+    except OSError as error:
+        # What is left in the buffer cannot be written either, and Python would say so at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _fail(f"the output cannot be written: {error.strerror or error}", FAILED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    if "--json" in sys.argv:
+        click.echo(json.dumps({"error": message, "exit_code": code}, indent=1))
+    else:
+        click.echo(f"error: {message}", err=True)
+    sys.exit(code)

@@ -188,8 +188,8 @@ def _judge(directory: Path, job: Job) -> _Finished | None:
         return _judge_finished(directory, job)
     if progress.exists():
         try:
-            found = json.loads(progress.read_text())
-        except (OSError, ValueError) as error:
+            found = dict(json.loads(progress.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
             raise OutputError(f"{progress} cannot be read ({error}): choose another directory, or empty it") from None
         _refuse_different(directory, found, _started(job))
         return None

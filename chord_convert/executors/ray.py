@@ -5,6 +5,7 @@ Tasks are safe to repeat, so Ray may run one again whose worker or node died; th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from chord_runtime.errors import ChordError, SourceError, Unfinished, UsageError
 
 _RETRIES = 5
 _SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def require() -> None:
+    """Raise UsageError without Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--executor ray needs Ray: pip install chord-moe[ray], or use --executor threads")
 
 
 def run(
@@ -33,10 +40,9 @@ def run(
 
     Raises UsageError without Ray, Unfinished if a task's workers kept dying, and what the task raised otherwise.
     """
-    try:
-        import ray
-    except ImportError:
-        raise UsageError("--executor ray needs Ray: pip install chord-moe[ray], or use --executor threads") from None
+    require()
+    import ray
+
     if not ray.is_initialized():
         cpus = None if address or "RAY_ADDRESS" in os.environ else workers
         ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,23 +22,19 @@ class _Stopped(Exception):
 def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, progress: Progress) -> None:
     """Do the tasks on ``workers`` threads.
 
-    The first error stops the other workers, which remove what they have not finished, and is raised; so is
-    KeyboardInterrupt.
+    The first error stops the other workers, which remove what they have not finished, and is raised; so are Ctrl-C
+    and SIGTERM.
     """
     stop = threading.Event()
-    queue = iter(list(tasks))
-    queue_lock = threading.Lock()
-
+    queue, queue_lock = iter(list(tasks)), threading.Lock()
     errors: list[BaseException] = []
 
-    def work(number: int) -> None:
-        try:
-            work_on_queue(number)
-        except BaseException as error:
-            errors.append(error)
-            raise
+    def halt() -> None:
+        stop.set()
+        if source.remote:
+            source.close()  # ends the waits before a retry
 
-    def work_on_queue(number: int) -> None:
+    def work(number: int) -> None:
         buffers = Buffers()
 
         def tick(count: int) -> None:
@@ -47,52 +42,57 @@ def run(tasks: Iterable[Task], source: Source, directory: Path, workers: int, pr
             if stop.is_set():
                 raise _Stopped
 
-        while not stop.is_set():
-            with queue_lock:
-                task = next(queue, None)
-            if task is None:
-                return
-            progress.done(task, run_task(task, source, directory, buffers, tick), worker=number)
-
-    def halt() -> None:
-        stop.set()
-        if source.remote:
-            source.close()  # ends the waits before a retry
-
-    with _ctrl_c(halt), ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
-        futures = [pool.submit(work, number) for number in range(workers)]
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            if errors or not all(future.done() for future in futures):
-                halt()
+            while not stop.is_set():
+                with queue_lock:
+                    task = next(queue, None)
+                if task is None:
+                    return
+                progress.done(task, run_task(task, source, directory, buffers, tick), worker=number)
+        except BaseException as error:
+            errors.append(error)
+            halt()
+
+    with _signals(halt):
+        pool = [threading.Thread(target=work, args=(n,), name=f"convert-{n}") for n in range(workers)]
+        for worker in pool:
+            worker.start()
+        for worker in pool:
+            worker.join()
     # The first is the cause; those after it may only say that reading was stopped.
     if errors:
         raise errors[0]
 
 
 @contextmanager
-def _ctrl_c(halt: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls ``halt`` and is raised when the block has ended, so that it cannot cut a clean-up short.
+def _signals(halt: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call ``halt`` and are raised again when the block has ended: no clean-up is cut short.
 
-    A second Ctrl-C is raised where it comes. Only the main thread can do this; elsewhere nothing changes.
+    A second one is raised where it comes. Only the main thread can do this; elsewhere nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted = False
+    came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
+        came.append(number)
         halt()
+        if len(came) > 1:
+            restore()
+            signal.raise_signal(number)
 
-    before = signal.signal(signal.SIGINT, handle)
+    # One that is ignored, as in a background job of a plain shell, stays so.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, handle) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupted:
-        raise KeyboardInterrupt
+        restore()
+    if came:
+        signal.raise_signal(came[0])

@@ -13,7 +13,7 @@ import pytest
 
 from chord_convert.against import compare
 from chord_convert.bench import write_layers
-from chord_convert.cli import _parse_ranks
+from chord_convert.cli import _parse_ranks, cli
 from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import MANIFEST
 from tests.checkpoints import write_checkpoint
@@ -49,7 +49,9 @@ def test_logs_for_machines(model: Path, tmp_path: Path) -> None:
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
     assert kinds.count("file") == 5
-    assert json.loads(result.stdout)["missing_files"] == 0
+    told = json.loads(result.stdout)
+    assert told["missing_files"] == 0
+    assert told["written_bytes"] == told["write_bytes"] == sum(told["files"].values())
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,11 @@ def test_logs_for_machines(model: Path, tmp_path: Path) -> None:
         (["--ep", "0"], 2, "Invalid value for '--ep'"),
         (["--ep", "2", "--mode", "sideways"], 2, "Invalid value for '--mode'"),
         (["--ep", "2", "--ranks", "5"], 2, "error: --ranks 5: with --ep 2 ranks are 0..1"),
+        (["--ep", "2", "--ranks", "0-9999999999"], 2, "error: --ranks 9999999999: with --ep 2 ranks are 0..1"),
         (["--ep", "2", "--ranks", "1-0"], 2, "error: --ranks 1-0"),
+        (["--ep", "2", "--ranks", ""], 2, "error: --ranks : found ''"),
+        (["--ep", "2", "--revision", "v2"], 2, "error: --revision goes with a Hub id"),
+        (["--ep", "2", "-o", ""], 2, "error: -o: found an empty name"),
         (["--ep", "2", "--part", "2/2"], 2, "error: --part"),
         (["--ep", "2", "--address", "auto"], 2, "error: --address goes with --executor ray"),
         (["--unknown"], 2, "No such option"),
@@ -85,22 +91,61 @@ def test_a_checkpoint_that_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_neither_directory_nor_hub_id(tmp_path: Path) -> None:
-    result = convert("no/such/model", "--ep", "2", "-o", tmp_path / "out")
-    assert result.returncode == 2
-    assert "neither a directory nor a Hub id" in result.stderr
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/model", "no/such/model: neither a directory nor a Hub id"),
+        ("nonexist", "nonexist: neither a directory nor a Hub id"),
+        ("", "an empty name: neither a directory nor a Hub id"),
+        (__file__, "found a file; supported: the checkpoint's directory"),
+    ],
+)
+def test_neither_directory_nor_hub_id(tmp_path: Path, name: str, message: str) -> None:
+    result = convert(name, "--ep", "2", "-o", tmp_path / "out")
+    assert (result.returncode, message in result.stderr) == (2, True), result.stderr
 
 
-def test_ctrl_c(larger: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--ep", "3"], 2), (["--unknown"], 2), (["--ep", "2", "-o", __file__], 1)]
+)
+def test_errors_for_machines(model: Path, tmp_path: Path, arguments: list[str], code: int) -> None:
+    result = convert(model, "-o", tmp_path / "out", *arguments, "--json")
+    assert (result.returncode, result.stderr) == (code, "")
+    told = json.loads(result.stdout)
+    assert told["exit_code"] == code
+    assert told["error"]
+
+
+def test_a_full_stdout(model: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, str(model), "--ep", "2", "-o", str(tmp_path / "out")]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_ray_is_looked_for_before_anything_is_made(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs Ray"):
+        cli.main([str(model), "--ep", "2", "-o", str(tmp_path / "out"), "--executor", "ray"], standalone_mode=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"), [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_ctrl_c_and_sigterm(larger: Path, tmp_path: Path, number: int, code: int, message: str) -> None:
     model, output = larger, tmp_path / "out"
     command = [*COMMAND, str(model), "--ep", "8", "-o", str(output)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     while not list(output.glob("*.safetensors")):
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == "\nStopped. Finished files are kept; the same command goes on from there.\n"
+    assert process.returncode == code
+    assert errors.lstrip() == f"error: {message}. The same command goes on from the files that are finished.\n"
     assert not list(output.glob("*.tmp"))
     assert not (output / MANIFEST).exists()
     assert convert(model, "--ep", "8", "-o", output).returncode == 0
@@ -117,7 +162,7 @@ def test_unfinished_is_told_from_failed(model: Path, tmp_path: Path) -> None:
     blocked.mkdir()
     result = convert(model, "--ep", "2", "-o", tmp_path / "out", "--part", "0/2")
     assert result.returncode == 3
-    assert "the same command goes on" in result.stderr
+    assert "The same command goes on" in result.stderr
     blocked.rmdir()
     assert convert(model, "--ep", "2", "-o", tmp_path / "out", "--part", "0/2").returncode == 0
     assert (tmp_path / "out" / MANIFEST).exists()
@@ -131,13 +176,13 @@ def test_help_is_quick_and_has_examples() -> None:
 
 @pytest.mark.parametrize(("text", "ranks"), [("0", (0,)), ("0,3-5", (0, 3, 4, 5)), ("2-3,1,2", (1, 2, 3))])
 def test_ranks(text: str, ranks: tuple[int, ...]) -> None:
-    assert _parse_ranks(text) == ranks
+    assert _parse_ranks(text, 8) == ranks
 
 
 @pytest.mark.parametrize("text", ["", "x", "1-", "-1", "3-1", "1,,2"])
 def test_ranks_that_cannot_be(text: str) -> None:
     with pytest.raises(UsageError, match="--ranks"):
-        _parse_ranks(text)
+        _parse_ranks(text, 8)
 
 
 @pytest.mark.slow

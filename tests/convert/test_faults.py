@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chord_convert import write
+from chord_convert.output_error import output_error
 from chord_runtime.errors import OutputError, Unfinished
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.format.shard import ShardLayout, TensorSpec, checksum, read_shard_header
@@ -69,6 +70,11 @@ def test_a_failing_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list((tmp_path / "out").glob("*.tmp"))
     assert not (tmp_path / "out" / MANIFEST).exists()
     run(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("number", "told"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
+def test_free_space_is_told_where_it_matters(tmp_path: Path, number: int, told: bool) -> None:
+    assert ("bytes are free" in str(output_error(tmp_path / "f", OSError(number, "?")))) == told
 
 
 @pytest.mark.parametrize("accepted", ["open", "write"])

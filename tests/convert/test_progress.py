@@ -41,3 +41,12 @@ def test_quiet() -> None:
     stream = io.StringIO()
     numbers(Progress(stream=stream))
     assert stream.getvalue() == ""
+
+
+def test_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    numbers(Progress(lines=True, stream=stream))
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(module, "_LINE_SECONDS", 0.0)
+    numbers(Progress(lines=True, stream=stream))
+    assert stream.getvalue().splitlines()[-1].startswith("written   4.00 MB of 4.00 MB, ")
