@@ -132,8 +132,8 @@ def masked(
     """
     check(topk_ids, expert_map, topk_weights)
     max_m = topk_ids.shape[0] if max_m is None else max_m
-    if max_m < 0:
-        raise UsageError(f"max_m is the rows of each expert; found {max_m}")
+    if max_m < min(1, topk_ids.numel()):
+        raise UsageError(f"max_m, the rows of each expert, must be at least 1; found {max_m}")
     expected_m = _expected_m(topk_ids, num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         refuse_grad(topk_ids, topk_weights)

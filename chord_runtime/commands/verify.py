@@ -15,7 +15,7 @@ from chord_runtime.verify import Verification
 from chord_runtime.verify import verify as verify_directory
 
 _SHOWN = 50
-AS_WRITTEN, ALTERED, UNKNOWN = 0, 1, 2
+AS_WRITTEN, ALTERED, UNKNOWN, INTERRUPTED = 0, 1, 2, 130
 
 
 @click.command(
@@ -47,6 +47,10 @@ def verify(
     except ChordError as error:
         click.echo(json.dumps({"error": str(error)}, indent=1) if as_json else f"error: {error}", err=not as_json)
         context.exit(UNKNOWN)
+    except KeyboardInterrupt:
+        # Click would exit with 1, which means altered here.
+        click.echo("interrupted", err=True)
+        context.exit(INTERRUPTED)
     if as_json:
         click.echo(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     else:

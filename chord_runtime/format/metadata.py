@@ -249,4 +249,5 @@ def _check_schema(data: Any, schema_name: str, where: str) -> None:
     error = best_match(validator(schema_name).iter_errors(data))
     if error is not None:
         place = "/".join(str(part) for part in error.absolute_path) or "the top level"
-        raise FormatError(f"{where}: {error.message} at {place}; {_EDITED}")
+        found = error.message if len(error.message) <= 200 else f"{error.message[:200]}…"
+        raise FormatError(f"{where}: {found} at {place}; {_EDITED}")

@@ -150,6 +150,14 @@ def test_a_source_that_cannot_be_compared_with(packed: Path, tmp_path: Path) -> 
     assert result.exit_code == 2 and str(tmp_path / "nowhere") in json.loads(result.stdout)["error"]
 
 
+def test_an_interrupted_run_does_not_say_altered(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chord_runtime.commands.verify.verify_directory", interrupt)
+    assert chord("verify", str(packed)).exit_code == 130
+
+
 def make_directory(directory: Path) -> None:
     (directory / MANIFEST).unlink()
     (directory / MANIFEST).mkdir()

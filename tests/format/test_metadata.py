@@ -38,6 +38,22 @@ def test_what_is_written_is_read_back() -> None:
     assert Packing.from_json(PACKING.to_json()) == PACKING
 
 
+def test_every_changed_bit_of_a_manifest_is_found() -> None:
+    written = MANIFEST.to_string().encode()
+    for bit in range(0, 8 * len(written), 7):  # 7 and 8 have no common factor: every bit of a byte in turn
+        changed = bytearray(written)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FormatError, match="that file"):
+            Manifest.from_string(bytes(changed), "that file")
+
+
+def test_a_long_value_is_not_told_whole() -> None:
+    data = {**MANIFEST.to_json(), "files": list(range(10_000))}
+    with pytest.raises(FormatError) as raised:
+        Manifest.from_string(json.dumps(data), "that file")
+    assert len(str(raised.value)) < 500
+
+
 def test_the_same_metadata_gives_the_same_bytes() -> None:
     again = replace(MANIFEST, files=dict(reversed(list(MANIFEST.files.items()))))
     assert again.to_string() == MANIFEST.to_string()

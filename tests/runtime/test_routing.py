@@ -128,8 +128,8 @@ def test_weights_and_maps_that_do_not_fit_are_refused() -> None:
     for size in (0, -4):
         with pytest.raises(UsageError, match=f"block_size must be at least 1; found {size}"):
             routing.indexed(ids, 2, size)
-    with pytest.raises(UsageError, match="max_m is the rows of each expert; found -1"):
-        routing.masked(ids, 2, -1)
+        with pytest.raises(UsageError, match=f"max_m, the rows of each expert, must be at least 1; found {size}"):
+            routing.masked(ids, 2, size)
 
 
 def test_gather_and_combine_refuse_what_does_not_fit() -> None:
