@@ -112,7 +112,7 @@ def load(
     if not 0 <= tp_rank < layout.tp_size:
         raise UsageError(
             f"tp rank {tp_rank}: {opened.path} was packed for --tp {layout.tp_size}, so ranks are "
-            f"0..{layout.tp_size - 1}; another TP size changes the bytes: convert again for it"
+            f"0..{layout.tp_size - 1}; another TP size has other bytes: convert again for it, into another directory"
         )
     numbers = packing.layers if layers is None else _layers(layers)
     if unknown := sorted(set(numbers) - set(packing.layers)):

@@ -182,7 +182,8 @@ def check_weight(mode: Mode, w: PackedWeight) -> None:
     if mode not in w.modes:
         raise ModeError(
             f"{mode.value} was called on a weight packed for {', '.join(m.value for m in w.modes) or 'no mode'}: "
-            f"convert again with --mode {mode.value} (or all), or call an operation that it was packed for"
+            f"convert again with --mode {mode.value} (or all) into another directory, or call an operation "
+            "that it was packed for"
         )
 
 

@@ -108,7 +108,7 @@ def _files_of(layers: dict[RoutedExperts, PackedExpertsMethod], directory: Path)
     """The experts files that this rank needs, and where their tensors go; names alone decide."""
     try:
         index: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{directory / INDEX} cannot be used ({error!r}): fetch or convert it again") from None
     files: dict[str, Targets] = defaultdict(dict)
     for layer, method in layers.items():
