@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -268,3 +269,12 @@ def test_packing_on_a_gpu_gives_the_same_bytes() -> None:
     assert_same(packed.cpu(), packing.pack_gate_up(*gate, *up))
     for found, expected in zip(packing.unpack_gate_up(packed, 256, 448), on_gpu, strict=True):
         assert_same(found, expected)
+
+
+def test_a_packer_that_was_not_built_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [])
+    with pytest.warns(RuntimeWarning, match="native packer is not available .*C\\+\\+17 compiler") as told:
+        assert native.library.__wrapped__() is None
+    (warning,) = told
+    shown = warnings.formatwarning(warning.message, warning.category, warning.filename, warning.lineno)
+    assert len(shown.splitlines()) == 1
