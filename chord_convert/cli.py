@@ -198,7 +198,8 @@ def main() -> None:
     except OSError as error:
         # What is left in the buffer cannot be written either, and Python would say so at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _fail(f"the output cannot be written: {error.strerror or error}", FAILED)
+        click.echo(f"error: the output cannot be written: {error.strerror or error}", err=True)
+        sys.exit(FAILED)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -22,7 +22,7 @@ from chord_convert.validate import validate
 from chord_runtime.errors import OutputError, SourceError, Unfinished
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.format.metadata import Source as Provenance
-from chord_runtime.units import human
+from chord_runtime.units import counted, human
 
 Run = Callable[[list[Task], Source, Path, int, Progress], None]
 """An executor: (tasks, source, directory, workers, progress)."""
@@ -80,7 +80,7 @@ def convert(
     progress = progress or Progress()
     source, plan = prepared.source, prepared.plan
     origin = provenance(source, plan)
-    with claim(directory, job_of(prepared, directory, origin), part) as finished:
+    with claim(directory, job_of(prepared, directory, origin, progress), part) as finished:
         if finished:
             return Result(0, plan.write_bytes, 0, time.monotonic() - started)
         mine = plan.tasks if part is None else plan.tasks[part[0] :: part[1]]
@@ -100,12 +100,14 @@ def convert(
     return result
 
 
-def job_of(prepared: Prepared, directory: Path, origin: Provenance) -> Job:
+def job_of(prepared: Prepared, directory: Path, origin: Provenance, progress: Progress) -> Job:
     """The conversion as its output directory sees it."""
     source, files = prepared.source, prepared.source.files()
 
     @cache
     def different(names: tuple[str, ...]) -> list[str]:
+        progress.event("compare", files=len(names))
+        progress.say(f"comparing {counted(len(names), 'finished file')} with the source, whose hashes are not known")
         return differing(directory, names, prepared.checkpoint, source)
 
     return Job(

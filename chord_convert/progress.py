@@ -91,6 +91,11 @@ class Progress:
             with self._lock:
                 print(line, file=self._stream, flush=True)
 
+    def say(self, text: str) -> None:
+        """A line for people, on a terminal or beside a line a minute."""
+        if self._with_bar or self._lines:
+            print(text, file=self._stream, flush=True)
+
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:

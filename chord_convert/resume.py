@@ -218,10 +218,10 @@ def _judge_finished(directory: Path, job: Job) -> _Finished:
         kept = tuple(name for name in manifest.files if name not in lost)
         different = job.differing(kept)
         if different:
-            some = ", ".join(different[:_DIFFERENCES_SHOWN]) + (", …" if len(different) > _DIFFERENCES_SHOWN else "")
+            others = f" and {len(different) - _DIFFERENCES_SHOWN} more" if len(different) > _DIFFERENCES_SHOWN else ""
             raise OutputError(
-                f"{directory} was made from another source, or is damaged; nothing was changed: {len(different)} of "
-                f"its files differ from what the source holds now ({some}). Choose another directory with -o, or "
+                f"{directory} was made from another source, or is damaged; nothing was changed. Not what the source "
+                f"holds now: {', '.join(different[:_DIFFERENCES_SHOWN])}{others}. Choose another directory with -o, or "
                 "delete these files and run again to have them made from this source"
             )
     return _Finished(lost, complete)

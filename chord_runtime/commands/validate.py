@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from chord_runtime.errors import ChordError
+from chord_runtime.errors import ChordError, UsageError
+from chord_runtime.units import counted
 
 if TYPE_CHECKING:
     from chord_convert.report import Problem
@@ -65,10 +68,16 @@ def validate(
         # Click would exit with 1, which means invalid here.
         click.echo("interrupted", err=True)
         context.exit(INTERRUPTED)
-    if as_json:
-        click.echo(json.dumps(_as_dict(model, report), indent=2))
-    else:
-        _print(model, report, github)
+    try:
+        if as_json:
+            click.echo(json.dumps(_as_dict(model, report, scales), indent=2))
+        else:
+            _print(model, report, scales, github)
+    except OSError as error:
+        # What is left in the buffer cannot be written either, and Python would say so at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        click.echo(f"error: the result cannot be written: {error.strerror or error}", err=True)
+        context.exit(UNKNOWN)
     context.exit(INVALID if report.problems else VALID)
 
 
@@ -78,6 +87,8 @@ def _run(model: str, revision: str | None, token: str | None, scales: bool) -> R
     from chord_convert.source import open_source
     from chord_convert.validate import validate as check
 
+    if revision is not None and Path(model).is_dir():
+        raise UsageError(f"--revision goes with a Hub id; {model} is a directory, validated as it is")
     with (
         open_source(model, revision, token) as source,
         tqdm(unit="B", unit_scale=True, desc="scales", disable=None if scales else True, leave=False) as bar,
@@ -85,28 +96,30 @@ def _run(model: str, revision: str | None, token: str | None, scales: bool) -> R
         return check(source, scales=scales, progress=bar.update)
 
 
-def _print(model: str, report: Report, github: bool) -> None:
+def _print(model: str, report: Report, scales: bool, github: bool) -> None:
     for level, problems in (("error", report.problems), ("warning", report.warnings)):
         for problem in problems:
             click.echo(_annotation(level, problem) if github else f"{level}: {problem}")
     commit = f" at {report.identity.commit[:12]}" if report.identity.commit else ""
     if report.checkpoint is None:
         count = sum(1 + problem.more for problem in report.problems)
-        click.echo(f"{model}{commit}: not convertible, {count} problem{'s' if count != 1 else ''}")
+        click.echo(f"{model}{commit}: not convertible, {counted(count, 'problem')}")
         return
     found = report.checkpoint
     size = sum(tensor.nbytes for tensor in found.tensors.values())
     click.echo(
         f"{model}{commit}: valid. {len(found.layers)} MoE layers x {found.num_experts} experts, hidden {found.hidden}, "
         f"intermediate {found.intermediate}, top-{found.top_k}, {len(found.tensors):,} tensors, {size / 1e9:.2f} GB"
+        + ("" if scales else "; scales not checked (--scales reads them)")
     )
 
 
-def _as_dict(model: str, report: Report) -> dict[str, Any]:
+def _as_dict(model: str, report: Report, scales: bool) -> dict[str, Any]:
     found = report.checkpoint
     return {
         "model": model,
         "valid": found is not None,
+        "scales_checked": scales,
         "name": report.identity.name,
         "commit": report.identity.commit,
         "problems": [problem.as_dict() for problem in report.problems],

@@ -116,8 +116,9 @@ def test_errors_for_machines(model: Path, tmp_path: Path, arguments: list[str], 
     assert told["error"]
 
 
-def test_a_full_stdout(model: Path, tmp_path: Path) -> None:
-    command = [*COMMAND, str(model), "--ep", "2", "-o", str(tmp_path / "out")]
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_full_stdout(model: Path, tmp_path: Path, form: list[str]) -> None:
+    command = [*COMMAND, str(model), "--ep", "2", "-o", str(tmp_path / "out"), *form]
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert result.returncode == 1

@@ -291,7 +291,7 @@ def test_a_finished_directory_of_a_source_that_changed_is_refused(tmp_path: Path
         for file in model.iterdir():
             os.utime(file, (1, 1))
     before = snapshot(output)
-    with pytest.raises(OutputError, match=r"files differ from what the source holds now.*delete these files and run"):
+    with pytest.raises(OutputError, match=r"Not what the source holds now: .*delete these files and run"):
         run(model, output)
     assert snapshot(output) == before
     for file in output.glob("experts-*"):
@@ -356,7 +356,7 @@ def test_an_output_inside_the_source(tmp_path: Path) -> None:
 
 def test_a_second_run_on_the_same_directory_is_refused(model: Path, tmp_path: Path) -> None:
     prepared = prepare(str(model), options())
-    job = job_of(prepared, tmp_path / "out", provenance(prepared.source, prepared.plan))
+    job = job_of(prepared, tmp_path / "out", provenance(prepared.source, prepared.plan), Progress())
     with claim(tmp_path / "out", job, None):
         with pytest.raises(OutputError, match="in use by another run"):
             run(model, tmp_path / "out")

@@ -134,6 +134,9 @@ def test_resumes_where_the_connection_broke(
     assert read(source, tensor) == content(checkpoint, tensor)
     begins = [tensor.start, tensor.start + 5000, tensor.start + 8000]
     assert ranges(server) == [f"bytes={begin}-{tensor.stop - 1}" for begin in begins]
+    deadline = time.monotonic() + 10  # the server counts after it has sent
+    while server.sent("/cdn/") != tensor.nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert server.sent("/cdn/") == tensor.nbytes
 
 

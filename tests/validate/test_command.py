@@ -27,7 +27,8 @@ def test_valid(flat: Editor) -> None:
     result = run(str(flat.path))
     assert result.exit_code == 0
     assert result.output == (
-        f"{flat.path}: valid. 2 MoE layers x 4 experts, hidden 128, intermediate 64, top-2, 115 tensors, 0.00 GB\n"
+        f"{flat.path}: valid. 2 MoE layers x 4 experts, hidden 128, intermediate 64, top-2, 115 tensors, 0.00 GB; "
+        "scales not checked (--scales reads them)\n"
     )
     assert run(str(flat.path), "--scales").exit_code == 0
 
@@ -190,3 +191,18 @@ def test_an_invalid_checkpoint_on_the_hub(server: HubServer, flat: Editor, tmp_p
     assert done.returncode == 1
     assert "though the experts are packed INT4" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_stdout(flat: Editor) -> None:
+    command = [sys.executable, "-c", "from chord_runtime.cli import main; main()", "validate", str(flat.path)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (
+        2, "error: the result cannot be written: No space left on device\n"
+    )  # fmt: skip
+
+
+def test_a_revision_of_a_directory(flat: Editor) -> None:
+    result = run(str(flat.path), "--revision", "v2")
+    assert result.exit_code == 2
+    assert "--revision goes with a Hub id" in result.stderr
