@@ -181,7 +181,7 @@ def _nvrtc() -> Any:
     except Exception as error:
         raise KernelError(
             f"NVRTC, the CUDA run-time compiler, cannot be loaded ({type(error).__name__}: {error}); install it with "
-            "`pip install 'chord-moe[cuda]'` and look at `chord doctor`"
+            "`pip install 'chord-moe[cuda]'`"
         ) from error
     return nvrtc
 
