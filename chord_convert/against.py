@@ -78,7 +78,11 @@ def _run(checks: Iterable[tuple[str, _Check]], workers: int | None) -> list[Find
         return None if different is None else Finding(named[0], different)
 
     with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="compare") as pool:
-        return [finding for finding in pool.map(run, checks) if finding is not None]
+        try:
+            return [finding for finding in pool.map(run, checks) if finding is not None]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C and errors do not wait for the rest
+            raise
 
 
 class _Comparison:

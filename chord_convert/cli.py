@@ -112,6 +112,8 @@ def _convert(
         raise UsageError("-o: found an empty name; supported: a directory, new or of an earlier run")
     if revision is not None and Path(model).is_dir():
         raise UsageError(f"--revision goes with a Hub id; {model} is a directory, converted as it is")
+    if token is not None and Path(model).is_dir():
+        click.echo(f"warning: --token is not used: {model} is a directory", err=True)
     layout = ParallelLayout(ep or 1, tp or 1, Placement(placement))
     options = Options(layout, _parse_modes(modes), _parse_ranks(ranks, layout.ep_size), experts_only)
     share = None if part is None else parse_part(part)

@@ -89,7 +89,7 @@ def claim(directory: Path, job: Job, part: Part | None) -> Iterator[bool]:
     """
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"{directory} is not a directory: choose another one with -o")
-    found = _judge(directory, job) if directory.is_dir() else None
+    found = _look(directory, job) if directory.is_dir() else None
     if found is not None and found.complete and not _leftovers(directory, job.names):
         yield True
         return
@@ -176,6 +176,15 @@ def _admit(directory: Path, job: Job, keep_temporaries: bool) -> bool:
 
 def _started(job: Job) -> dict[str, Any]:
     return {**job.record, "source_fingerprint": job.fingerprint}
+
+
+def _look(directory: Path, job: Job) -> _Finished | None:
+    """``_judge`` without any lock."""
+    try:
+        return _judge(directory, job)
+    except (OutputError, FormatError):
+        # Another part may have changed the directory meanwhile: then what holds is found out behind the gate.
+        return None if is_held(directory / LOCK) else _judge(directory, job)
 
 
 def _judge(directory: Path, job: Job) -> _Finished | None:
