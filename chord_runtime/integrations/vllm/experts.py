@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ class ChordExperts(mk.FusedMoEExpertsModular):
         """Only the output: what lives between the kernels comes from torch's allocator."""
         return (0,), (0,), self.output_shape(local_num_experts, M, K)
 
+    @abstractmethod
     def output_shape(self, experts: int, rows: int, hidden: int) -> tuple[int, ...]:
         """Shape of ``output``."""
-        raise NotImplementedError
 
     def apply(
         self,
@@ -92,9 +93,9 @@ class ChordExperts(mk.FusedMoEExpertsModular):
         """Fill ``output``. Activation, expert map and weights are those that the method was made for."""
         self.run(output, hidden_states, topk_weights, topk_ids, expert_tokens_meta)
 
+    @abstractmethod
     def run(self, output: Tensor, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, meta: Any) -> None:
         """Fill ``output`` from ``rows``."""
-        raise NotImplementedError
 
 
 class StandardExperts(ChordExperts):
