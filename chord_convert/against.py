@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from chord_convert.buffers import Buffers
 from chord_convert.checkpoint import Checkpoint
 from chord_convert.plan import SourceWeight, source_expert
 from chord_convert.source import Source, open_source
 from chord_convert.source.headers import TensorInfo
-from chord_convert.tasks import Buffers, rows_at_a_time, source_rows
+from chord_convert.tasks import rows_at_a_time, source_rows
 from chord_convert.validate import validate
 from chord_runtime.errors import FormatError
 from chord_runtime.format.block import packed_bytes

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from chord_convert.buffers import Buffers
 from chord_convert.source.base import Source
 from chord_convert.source.headers import TensorInfo
-
-if TYPE_CHECKING:
-    from chord_convert.tasks import Buffers
 
 # Bytes between two tensors that cost less than another request: a weight_shape, or alignment.
 _GAP_BYTES = 4096

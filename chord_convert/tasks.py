@@ -7,16 +7,16 @@ from the read to the checksum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from chord_convert.buffers import Buffers
 from chord_convert.host import HostRows, pack_rows
 from chord_convert.plan import SharedTask, SourceExpert, SourceWeight, Task
 from chord_convert.source.base import Source
 from chord_convert.source.headers import TensorInfo
 from chord_convert.spans import SpanReader
-from chord_convert.write import STAGE_BYTES, ShardWriter, Stage
+from chord_convert.write import ShardWriter
 from chord_runtime.errors import ScaleError
 from chord_runtime.format.block import STRIP_ROWS, packed_bytes
 
@@ -31,28 +31,6 @@ Read = Callable[[str, int, int, memoryview], memoryview]
 
 Tick = Callable[[int], None]
 """Called with the number of bytes written since the last call; may raise to stop the task."""
-
-
-class Buffers:
-    """A worker's memory, kept from task to task."""
-
-    def __init__(self) -> None:
-        self._read: dict[str, bytearray] = {}
-        self._stages: list[Stage] = []
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="write")
-
-    def reading(self, role: str, size: int) -> memoryview:
-        """At least ``size`` bytes for one kind of input."""
-        held = self._read.get(role)
-        if held is None or len(held) < size:
-            held = self._read[role] = bytearray(size)
-        return memoryview(held)[:size]
-
-    def stages(self, count: int, least: int) -> list[Stage]:
-        """``count`` stages that take chunks of ``least`` bytes."""
-        if len(self._stages) != count or not all(stage.takes(least) for stage in self._stages):
-            self._stages = [Stage(STAGE_BYTES // count, least, self._writing) for _ in range(count)]
-        return self._stages
 
 
 def run_task(task: Task, source: Source, directory: Path, buffers: Buffers, tick: Tick) -> bool:

@@ -10,10 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from chord_convert.buffers import Buffers
 from chord_convert.plan import Task, source_tensors
 from chord_convert.progress import Progress
 from chord_convert.source import Source, open_source
-from chord_convert.tasks import Buffers, run_task
+from chord_convert.tasks import run_task
 from chord_runtime.errors import ChordError, SourceError, Unfinished, UsageError
 
 _RETRIES = 5

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from chord_convert.buffers import Buffers
 from chord_convert.plan import Task
 from chord_convert.progress import Progress
 from chord_convert.source.base import Source
-from chord_convert.tasks import Buffers, run_task
+from chord_convert.tasks import run_task
 
 
 class _Stopped(Exception):

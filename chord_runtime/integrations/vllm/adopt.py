@@ -16,8 +16,7 @@ from vllm.model_executor.layers.quantization.humming import HummingConfig
 
 from chord_runtime.errors import ChordError
 from chord_runtime.format.block import GROUP_SIZE
-from chord_runtime.integrations.vllm.config import activation_dtypes
-from chord_runtime.integrations.vllm.limits import refusal
+from chord_runtime.integrations.vllm.limits import activation_dtypes, refusal
 from chord_runtime.integrations.vllm.method import LoadTimeExpertsMethod
 
 logger = init_logger("vllm.chord")

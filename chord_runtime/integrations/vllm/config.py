@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.platforms import current_platform
 
 from chord_runtime.errors import ChordError
 from chord_runtime.format.metadata import Packing
+from chord_runtime.integrations.vllm.limits import activation_dtypes
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -22,11 +22,6 @@ def layer_number(prefix: str) -> int:
     if match is None:
         raise ChordError(f"{prefix!r} names no layer: Chord serves models whose experts are in layers.N.mlp.experts")
     return int(match[1])
-
-
-def activation_dtypes() -> list[torch.dtype]:
-    """bfloat16; on the CPU, where the reference runs, float32 too."""
-    return [torch.bfloat16, torch.float32] if current_platform.is_cpu() else [torch.bfloat16]
 
 
 class ChordConfig(QuantizationConfig):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 
+import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.platforms import current_platform
 
 from chord_runtime.errors import UsageError
 from chord_runtime.format.block import check_shape
-from chord_runtime.integrations.vllm.config import activation_dtypes
+
+
+def activation_dtypes() -> list[torch.dtype]:
+    """bfloat16; on the CPU, where the reference runs, float32 too."""
+    return [torch.bfloat16, torch.float32] if current_platform.is_cpu() else [torch.bfloat16]
 
 
 def refusal(layer: RoutedExperts) -> str | None:
