@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from chord_convert.against import differing
 from chord_convert.checkpoint import Checkpoint
 from chord_convert.executors import threads
 from chord_convert.finish import file_names, finish, provenance
@@ -106,6 +105,8 @@ def job_of(prepared: Prepared, directory: Path, origin: Provenance, progress: Pr
 
     @cache
     def different(names: tuple[str, ...]) -> list[str]:
+        from chord_convert.against import differing  # imports torch, which conversions do without
+
         progress.event("compare", files=len(names))
         progress.say(f"comparing {counted(len(names), 'finished file')} with the source, whose hashes are not known")
         return differing(directory, names, prepared.checkpoint, source)

@@ -172,7 +172,8 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     layers = chord.load(options.directory, ep_rank=rank, ep_size=ranks, device=device)
-    print(f"rank {rank} of {ranks} on {device}: experts of {len(layers)} layers, {layers.report}", flush=True)
+    # The newline in the same write: ranks share the terminal.
+    print(f"rank {rank} of {ranks} on {device}: experts of {len(layers)} layers, {layers.report}\n", end="", flush=True)
     shape = layers.packing.shape
     owner = torch.empty(shape.num_experts, dtype=torch.int64, device=device)
     for other in range(ranks):

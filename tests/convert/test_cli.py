@@ -186,6 +186,12 @@ def test_ranks_that_cannot_be(text: str) -> None:
         _parse_ranks(text, 8)
 
 
+def test_conversions_do_without_torch() -> None:
+    """It would triple the start-up time and double the memory."""
+    program = "import sys, chord_convert.cli, chord_convert.convert; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 8])
 def test_memory_stays_below_a_gigabyte_at_full_size(tmp_path: Path, tp: int) -> None:
