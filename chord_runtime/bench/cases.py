@@ -93,6 +93,11 @@ class Case:
         return self.tokens * TOP_K
 
     @property
+    def rows(self) -> int:
+        """Rows of an expert on average, rounded up: what kernels are chosen by."""
+        return -(-self.routed // self.scenario.experts)
+
+    @property
     def fan_out(self) -> int:
         """Routed rows that read one input row: top_k for an indexed gate_up, else 1."""
         return TOP_K if self.scenario.mode is Mode.INDEXED and self.stage is Stage.GATE_UP else 1

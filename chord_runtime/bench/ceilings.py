@@ -1,7 +1,9 @@
 """What the card itself can do, measured in the same run: copying, reading, and dense bf16 multiplication.
 
 No kernel here can be faster than the bytes it must read at the read rate. Dense bf16 is a softer limit: cuBLAS is held
-back by power, and INT4 weights cost less power to move, so a W4A16 kernel can pass it by a few percent.
+back by power, and INT4 weights cost less power to move, so a W4A16 kernel can pass it by a few percent. All are
+measured alone on a rested card, as Chord's times that are held against them are; what cuBLAS does while contenders take
+turns is a contender of the contiguous points (:class:`chord_runtime.bench.contenders.Dense`).
 """
 
 from __future__ import annotations
@@ -39,24 +41,30 @@ class Ceilings:
         return max(moved_bytes / self.read_tbps, flops / max(self.dense_tflops.values())) / 1e6
 
 
-def measure_ceilings(timer: Timer, budget_ms: float) -> Ceilings:
-    """Measure on the current device; takes ``budget_ms`` for each of the four."""
+def measure_ceilings(timer: Timer) -> Ceilings:
+    """Measure on the current device."""
     source = torch.empty(BUFFER_BYTES // 4, dtype=torch.int32, device="cuda").random_()
-    copy_us = _copy_us(source, timer, budget_ms)
+    copy_us = _copy_us(source, timer)
     read, read_bytes = bulk_read(source)
-    read_us = timer.measure({"read": read}, budget_ms)["read"].us
-    dense = {str(size): 2 * size**3 / _dense_us(size, timer, budget_ms) / 1e6 for size in DENSE_SIZES}
-    return Ceilings(2 * BUFFER_BYTES / copy_us / 1e6, read_bytes / read_us / 1e6, dense)
+    read_us = timer.alone(read)
+    tflops = {str(size): dense_flops(size) / timer.alone(dense(size)) / 1e6 for size in DENSE_SIZES}
+    return Ceilings(2 * BUFFER_BYTES / copy_us / 1e6, read_bytes / read_us / 1e6, tflops)
 
 
-def _copy_us(source: torch.Tensor, timer: Timer, budget_ms: float) -> float:
-    target = torch.empty_like(source)
-    return timer.measure({"copy": lambda: target.copy_(source)}, budget_ms)["copy"].us
-
-
-def _dense_us(size: int, timer: Timer, budget_ms: float) -> float:
+def dense(size: int) -> Callable[[], object]:
+    """cuBLAS: a product of two random bf16 matrices of this size."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return timer.measure({"dense": lambda: a @ b.T}, budget_ms)["dense"].us
+    return lambda: a @ b.T
+
+
+def dense_flops(size: int) -> int:
+    """Multiplications and additions of ``dense``."""
+    return 2 * size**3
+
+
+def _copy_us(source: torch.Tensor, timer: Timer) -> float:
+    target = torch.empty_like(source)
+    return timer.alone(lambda: target.copy_(source))
 
 
 def bulk_read(source: torch.Tensor) -> tuple[Callable[[], None], int]:

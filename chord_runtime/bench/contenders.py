@@ -1,40 +1,43 @@
-"""Peers that can run here, beside Chord: Humming through its public layer, and torch's bf16 grouped matmul."""
+"""What runs here beside Chord: Humming, torch's bf16 grouped matmul, and cuBLAS on dense bf16 matrices."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from chord_runtime.bench import humming
 from chord_runtime.bench.cases import MAX_M, Case
+from chord_runtime.bench.ceilings import dense
 from chord_runtime.bench.problem import Problem, Routing
+from chord_runtime.bench.results import DENSE, DENSE_SIZE, HUMMING
 from chord_runtime.format.layout import Mode
 from chord_runtime.routing import indexed
 
 
 class Contender(Protocol):
-    """A peer: named in reports, set up once for each projection's shape."""
+    """Named in reports; what it sets up for a shape, it keeps for the next case."""
 
     name: str
 
-    def prepare(self, case: Case) -> None:
-        """Make what all cases of this shape share: weights, compiled kernels."""
+    def takes(self, case: Case) -> bool:
+        """Whether it is to run at this point."""
+        return True
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        """Compile what these cases need, at once rather than one by one. May fail: ``call`` then fails too."""
+        return
 
     def call(self, problem: Problem) -> Callable[[], object]:
         """A function that does the problem's work once."""
 
 
-class TorchGrouped:
+class TorchGrouped(Contender):
     """bf16 weights, four times the bytes; rows already sorted by expert, so that gathering costs it nothing."""
 
     name = "torch bf16"
-
-    def prepare(self, case: Case) -> None:
-        """Nothing to make: the problem carries the dense weights."""
 
     def call(self, problem: Problem) -> Callable[[], object]:
         offsets = problem.routing.counts.cumsum(0, dtype=torch.int32)
@@ -44,71 +47,47 @@ class TorchGrouped:
         return lambda: multiply(rows, weight, offs=offsets)
 
 
-class Humming:
-    """humming-kernels: its own random weights of the same shape, its own heuristics, our inputs and routing."""
+class Dense(Contender):
+    """cuBLAS bf16, 4096³, at the clocks that the contenders' turns leave: what contiguous is held against."""
 
-    name = "humming"
+    name = DENSE
 
-    def __init__(self) -> None:
-        self._shape: tuple[int, int, int] | None = None
-        self._layer: Any = None
-
-    @staticmethod
-    def version() -> str | None:
-        """Of the installed package; None without one."""
-        try:
-            return metadata.version("humming-kernels")
-        except metadata.PackageNotFoundError:
-            return None
-
-    def prepare(self, case: Case) -> None:
-        shape = (case.scenario.experts, case.n, case.k)
-        if shape == self._shape:
-            return
-        from humming.layer import HummingLayer
-        from humming.testing import random_fill_tensor
-
-        self._shape, self._layer = None, None
-        layer = HummingLayer(
-            shape_n=case.n,
-            shape_k=case.k,
-            num_experts=case.scenario.experts,
-            weight_config={"dtype": "uint4", "group_size": 32, "scale_dtype": "bfloat16"},
-            input_config={"dtype": "bfloat16"},
-            torch_dtype=torch.bfloat16,
-        ).to("cuda")
-        for parameter in layer.parameters():
-            random_fill_tensor(parameter)
-        layer.transform()
-        self._shape, self._layer = shape, layer
+    def takes(self, case: Case) -> bool:
+        return case.scenario.mode is Mode.CONTIGUOUS
 
     def call(self, problem: Problem) -> Callable[[], object]:
-        from humming.config import GemmType
-        from humming.tune import get_heuristics_config
-
-        case, layer = problem.case, self._layer
-        kind = GemmType(_HUMMING_MODES[case.scenario.mode])
-        tuning = get_heuristics_config(layer_config=layer.humming_config, gemm_type=kind)
-        options: dict[str, Any] = {
-            "inputs": problem.rows.view(-1, case.k),
-            "compute_config": json.dumps({"gemm_type": kind.value}),
-            "tuning_config": json.dumps(tuning),
-            "valid_shape_m": case.routed if case.scenario.mode is Mode.MASKED else 0,
-            "top_k": case.fan_out,
-        } | humming_routing(case, problem.routing, tuning)
-        return lambda: layer(**options)
+        return dense(DENSE_SIZE)
 
 
-_HUMMING_MODES = {Mode.MASKED: "grouped_masked", Mode.CONTIGUOUS: "grouped_contiguous", Mode.INDEXED: "indexed"}
+class Humming(Contender):
+    """humming-kernels: its own random weights of the same shape, our inputs and routing."""
+
+    name = HUMMING
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[int, int, int], Any] = {}
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        humming.compile_ahead([self._plan(case) for case in cases])
+
+    def call(self, problem: Problem) -> Callable[[], object]:
+        case, plan = problem.case, self._plan(problem.case)
+        rows, routing = problem.rows.view(-1, case.k), humming_routing(case, problem.routing, plan.block)
+        return lambda: plan(rows, top_k=case.fan_out, **routing)
+
+    def _plan(self, case: Case) -> humming.Plan:
+        shape = (case.scenario.experts, case.n, case.k)
+        if shape not in self._layers:
+            self._layers[shape] = humming.make_layer(*shape)
+        return humming.Plan.of(self._layers[shape], case.scenario.mode, case.routed)
 
 
-def humming_routing(case: Case, routing: Routing, tuning: list[Any]) -> dict[str, Tensor]:
-    """The routing in Humming's terms; in indexed mode with the block size that its heuristics choose for these rows."""
+def humming_routing(case: Case, routing: Routing, block: int) -> dict[str, Tensor]:
+    """The routing in Humming's terms; in indexed mode in blocks of the size that its heuristics choose."""
     if case.scenario.mode is Mode.MASKED:
         return {"expert_layout": routing.counts}
     if case.scenario.mode is Mode.CONTIGUOUS:
         return {"expert_layout": torch.nn.functional.pad(routing.counts.long().cumsum(0), (1, 0))}
-    [block] = [config["block_shape"][0] for low, high, config in tuning if low < case.routed <= high]
     assert routing.topk_ids is not None
     blocks = indexed(routing.topk_ids, case.scenario.experts, block)
     entries = int(blocks.num_tokens_padded)  # Humming's own harness passes buffers of the exact size

@@ -8,28 +8,32 @@ device's work and not Python; where one cannot be captured, all of that point ru
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from chord_runtime import routing
 from chord_runtime.bench.cases import TOP_K
-from chord_runtime.bench.problem import MAX_ERROR, SCALE_STD
+from chord_runtime.bench.problem import MAX_ERROR, random_experts
 from chord_runtime.bench.report import table
-from chord_runtime.bench.results import OURS, Measurement, geometric_mean
+from chord_runtime.bench.results import OURS, Measurement, check_same, geometric_mean, measurement, write_json
+from chord_runtime.bench.run import Needed, compile_kernels, reason, tried
 from chord_runtime.bench.timing import Timer, Timing
-from chord_runtime.errors import ChordError, KernelError, UsageError
-from chord_runtime.format.block import GROUP_SIZE, packed_bytes
+from chord_runtime.errors import KernelError, UsageError
+from chord_runtime.format.block import packed_bytes
 from chord_runtime.format.layout import Mode, RowOrder
-from chord_runtime.format.packing import pack
 from chord_runtime.layer import PackedLayer, moe_layer
 from chord_runtime.ops import reference
-from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.ops.route import capacity
+from chord_runtime.ops.validate import RUN_ROWS
 
 CONTIGUOUS = "chord contiguous"
 TOKENS = tuple(2**power for power in range(15))  # 1 … 16384
@@ -68,6 +72,16 @@ class LayerCase:
         """Its name in files and filters: ``ep8/64``."""
         return f"{self.scenario.name}/{self.tokens}"
 
+    @property
+    def choices(self) -> int:
+        """Experts chosen, on all ranks."""
+        return self.tokens * min(TOP_K, self.scenario.total)
+
+    @property
+    def rows(self) -> int:
+        """Rows that an expert has on average, as far as the host knows."""
+        return -(-self.choices // self.scenario.total)
+
 
 @dataclass(frozen=True)
 class LayerProblem:
@@ -96,12 +110,12 @@ class LayerProblem:
 
 
 class LayerContender(Protocol):
-    """A peer: named in reports, set up once for each scenario."""
+    """A peer: named in reports; what it sets up for a scenario, it keeps for the next case."""
 
     name: str
 
-    def prepare(self, scenario: LayerScenario) -> None:
-        """Make what all cases of this scenario share."""
+    def compile_ahead(self, cases: Sequence[LayerCase]) -> None:
+        """Compile what these cases need, at once rather than one by one. May fail: ``call`` then fails too."""
 
     def call(self, problem: LayerProblem) -> Callable[[], object]:
         """A function that does the layer once."""
@@ -127,8 +141,9 @@ def choose(patterns: Iterable[str] = (), *, quick: bool = False) -> list[LayerCa
 
 def make_layer(scenario: LayerScenario, device: str) -> PackedLayer:
     """Random experts: uniform codes, normal scales."""
-    w13 = _weight(scenario.experts, 2 * scenario.intermediate, scenario.hidden, RowOrder.GATE_UP_8, device)
-    w2 = _weight(scenario.experts, scenario.hidden, scenario.intermediate, RowOrder.PLAIN, device)
+    experts, hidden, intermediate = scenario.experts, scenario.hidden, scenario.intermediate
+    w13 = random_experts(experts, 2 * intermediate, hidden, RowOrder.GATE_UP_8, device)
+    w2 = random_experts(experts, hidden, intermediate, RowOrder.PLAIN, device)
     return PackedLayer(w13, w2, tuple(range(scenario.experts)), scenario.total)
 
 
@@ -161,6 +176,22 @@ def check(problem: LayerProblem, modes: Sequence[Mode]) -> float:
     return error
 
 
+def compile_ahead(cases: Sequence[LayerCase], peers: Sequence[LayerContender]) -> None:
+    """Compile at once what these cases need on the current device; what fails here is told where it is called."""
+    kernels = []
+    for case in cases:
+        scenario = case.scenario
+        experts, hidden, intermediate = scenario.experts, scenario.hidden, scenario.intermediate
+        padded = capacity(case.choices, experts, RUN_ROWS) // experts
+        for mode, rows in ((Mode.INDEXED, case.rows), (Mode.CONTIGUOUS, padded)):
+            kernels.append(Needed(mode, 2 * intermediate, hidden, experts, rows, "swiglu"))
+            kernels.append(Needed(mode, hidden, intermediate, experts, rows, "plain"))
+    compile_kernels(kernels)
+    for peer in peers:
+        with suppress(Exception):
+            peer.compile_ahead(cases)
+
+
 def measure(
     cases: Sequence[LayerCase],
     peers: Sequence[LayerContender],
@@ -169,54 +200,47 @@ def measure(
     budget_ms: float,
     progress: Callable[[LayerCase, Measurement], None],
 ) -> dict[str, Measurement]:
-    """Measure every case; a contender that fails at a point is left out there and its reason kept."""
+    """Measure every case; a contender that fails at a point is left out there and its reason kept.
+
+    ``progress`` is called after each point.
+    """
     points = {}
     for scenario in dict.fromkeys(case.scenario for case in cases):
-        layer = make_layer(scenario, device)
+        layer: PackedLayer | None = None
         for case in (case for case in cases if case.scenario == scenario):
-            problem = make_problem(case, layer, device)
-            points[case.key] = _measure_one(problem, peers, timer, budget_ms)
+            started = time.perf_counter()
+            if layer is None:
+                layer = make_layer(scenario, device)
+            point = _measure_one(make_problem(case, layer, device), peers, timer, budget_ms)
+            points[case.key] = replace(point, seconds=time.perf_counter() - started)
             progress(case, points[case.key])
-            del problem
             if device == "cuda":
                 torch.cuda.empty_cache()
-        del layer
     return points
 
 
 def _measure_one(problem: LayerProblem, peers: Sequence[LayerContender], timer: Timer, budget_ms: float) -> Measurement:
-    modes = {OURS: None, CONTIGUOUS: Mode.CONTIGUOUS}
     failures: dict[str, str] = {}
     calls: dict[str, Callable[[], object]] = {}
+    timings: dict[str, Timing] = {}
     error = None
     try:
         error = check(problem, (Mode.INDEXED, Mode.CONTIGUOUS))
-        calls = {name: _ours(problem, mode) for name, mode in modes.items()}
-    except ChordError as failure:
-        failures[OURS] = str(failure)
+        calls = {OURS: _ours(problem, None), CONTIGUOUS: _ours(problem, Mode.CONTIGUOUS)}
+    except Exception as failure:
+        failures[OURS] = reason(failure)
     for peer in peers:
-        call = _peer_call(peer, problem, failures)
-        if call is not None:
-            calls[peer.name] = call
+        calls |= tried(peer.name, partial(peer.call, problem), failures)
     try:
         captured = {name: _captured(call) for name, call in calls.items()} if problem.x.is_cuda else calls
     except Exception as failure:  # what cannot be captured is its author's affair; all are then timed the same way
-        failures["CUDA graph"] = f"all eager here: {type(failure).__name__}: {failure}"[:300]
+        failures["CUDA graph"] = f"all eager here: {reason(failure)}"
         captured = calls
-    timings: dict[str, Timing] = timer.measure(captured, budget_ms) if captured else {}
-    return Measurement(int((problem.counts > 0).sum()), error, timings, failures)
-
-
-def _peer_call(peer: LayerContender, problem: LayerProblem, failures: dict[str, str]) -> Callable[[], object] | None:
-    """The peer's call, tried once; else None, and why: it may fail in any way, and the others are still measured."""
     try:
-        peer.prepare(problem.case.scenario)
-        call = peer.call(problem)
-        call()
-    except Exception as failure:
-        failures[peer.name] = f"{type(failure).__name__}: {failure}"[:300]
-        return None
-    return call
+        timings = timer.measure(captured, budget_ms) if captured else {}
+    except Exception as failure:  # for want of memory, for one
+        failures["turns"] = reason(failure)
+    return Measurement(int((problem.counts > 0).sum()), error, timings, failures)
 
 
 def _ours(problem: LayerProblem, mode: Mode | None) -> Callable[[], object]:
@@ -263,16 +287,6 @@ def _reference(problem: LayerProblem) -> Tensor:
     return total.to(problem.x.dtype)
 
 
-def _weight(experts: int, n: int, k: int, order: RowOrder, device: str) -> PackedWeight:
-    generator = torch.Generator(device).manual_seed(n * k)
-    data = torch.empty((experts, packed_bytes(n, k)), dtype=torch.uint8, device=device)
-    for expert in range(experts):
-        words = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device=device, generator=generator)
-        scale = torch.randn((n, k // GROUP_SIZE), device=device, generator=generator).mul_(SCALE_STD).bfloat16()
-        data[expert] = pack(words, scale)
-    return PackedWeight(data, n, k, order)
-
-
 def _matches(case: LayerCase, pattern: str) -> bool:
     return fnmatchcase(case.key, pattern) or case.key.startswith(pattern + "/")
 
@@ -285,10 +299,14 @@ class LayerResults:
     method: dict[str, str]
     points: dict[str, Measurement]
 
+    def merged(self, other: LayerResults) -> LayerResults:
+        """The points of both, the other's where both have one; raises UsageError if they were measured differently."""
+        check_same(self.machine | self.method, other.machine | other.method)
+        return replace(other, points=self.points | other.points)
+
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        """Write as JSON, whole or not at all."""
+        write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def load(cls, path: Path) -> LayerResults:
@@ -297,7 +315,7 @@ class LayerResults:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:
                 raise UsageError(f"{path} holds results of format {data['format']!r}; --layer reads {FORMAT!r}")
-            points = {key: _measurement(point) for key, point in data["points"].items()}
+            points = {key: measurement(point) for key, point in data["points"].items()}
             return cls(data["machine"], data["method"], points)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a file of layer results ({type(error).__name__}: {error})") from error
@@ -309,16 +327,13 @@ class LayerResults:
         return min(peers) / timings[OURS].us if peers and OURS in timings else None
 
 
-def _measurement(point: dict[str, Any]) -> Measurement:
-    timings = {name: Timing(**timing) for name, timing in point["timings"].items()}
-    return Measurement(point["active"], point["error"], timings, point["failures"])
-
-
 def report(results: LayerResults) -> str:
     """Machine, a table for each scenario, the summary, and what failed."""
-    parts = ["\n".join(f"{name}: {value}" for name, value in {**results.machine, **results.method}.items())]
+    took = f"{sum(point.seconds for point in results.points.values()):.0f} s"
+    facts = {**results.machine, **results.method, "points": f"{len(results.points)}, measured in {took}"}
+    parts = ["\n".join(f"{name}: {value}" for name, value in facts.items())]
     for scenario in SCENARIOS:
-        keys = [key for key in results.points if key.startswith(f"{scenario.name}/")]
+        keys = [key for tokens in TOKENS if (key := LayerCase(scenario, tokens).key) in results.points]
         if keys:
             parts.append(f"### {scenario.title}\n\n{_table(results, scenario, keys)}")
     speedups = {key: found for key in results.points if (found := results.speedup(key))}

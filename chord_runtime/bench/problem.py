@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,11 +31,15 @@ MAX_ERROR = 2e-3
 
 @dataclass(frozen=True)
 class Weights:
-    """The experts of one projection: packed for Chord, and dequantised for torch."""
+    """The experts of one projection: packed for Chord, and dequantised for torch if it runs."""
 
     packed: PackedWeight
-    dense: Tensor
-    """bfloat16 [experts, N, K] in the packed row order."""
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """bfloat16 [experts, N, K] in the packed row order."""
+        w = self.packed
+        return dequantize(w.data.view(-1), w.num_experts * w.n, w.k).view(w.num_experts, w.n, w.k)
 
 
 @dataclass(frozen=True)
@@ -92,17 +97,17 @@ class Problem:
 
 def make_weights(case: Case, device: str) -> Weights:
     """Random experts of the case's projection. They depend on its shape only, so cases of one shape can share them."""
-    n, k, experts = case.n, case.k, case.scenario.experts
-    generator = torch.Generator(device).manual_seed(n * k)
-    data = torch.empty((experts, packed_bytes(n, k)), dtype=torch.uint8, device=device)
-    dense = torch.empty((experts, n, k), dtype=torch.bfloat16, device=device)
-    for expert in range(experts):
-        words = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device=device, generator=generator)
-        scale = torch.randn((n, k // GROUP_SIZE), device=device, generator=generator).mul_(SCALE_STD).bfloat16()
-        data[expert] = pack(words, scale)
-        dense[expert] = dequantize(data[expert], n, k)
     order = RowOrder.GATE_UP_8 if case.stage is Stage.GATE_UP else RowOrder.PLAIN
-    return Weights(PackedWeight(data, n, k, order), dense)
+    return Weights(random_experts(case.scenario.experts, case.n, case.k, order, device))
+
+
+def random_experts(experts: int, n: int, k: int, order: RowOrder, device: str) -> PackedWeight:
+    """Uniform codes, normal scales; packed at once, as strips of rows are the outermost axis of the packed layout."""
+    generator = torch.Generator(device).manual_seed(n * k)
+    rows = experts * n
+    words = torch.randint(-(2**31), 2**31, (rows, k // 8), dtype=torch.int32, device=device, generator=generator)
+    scale = torch.randn((rows, k // GROUP_SIZE), device=device, generator=generator).mul_(SCALE_STD).bfloat16()
+    return PackedWeight(pack(words, scale).view(experts, packed_bytes(n, k)), n, k, order)
 
 
 def draw_routing(case: Case, device: str) -> Routing:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from chord_runtime.bench.cases import Case
-from chord_runtime.bench.results import OURS, Results, geometric_mean
+from chord_runtime.bench.results import DENSE, HUMMING, OURS, Results, geometric_mean
 
 TOLERANCE = 0.03
 """A point this much slower than before is a regression: runs of the same code differ by up to 2 %."""
@@ -62,7 +62,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _machine(results: Results) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in {**results.machine, **results.method}.items())
+    took = f"{sum(point.seconds for point in results.points.values()):.0f} s"
+    facts = {**results.machine, **results.method, "points": f"{len(results.points)}, measured in {took}"}
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())
 
 
 def _ceilings(results: Results) -> str:
@@ -72,30 +74,33 @@ def _ceilings(results: Results) -> str:
 
 
 def _table(results: Results, cases: list[Case]) -> str:
+    """First what was taken in turns, then what was taken alone and the figures that compare with it."""
     first = cases[0]
-    peers = list(dict.fromkeys(name for case in cases for name in results.peers(case)))
-    others = list(
-        dict.fromkeys(name for case in cases for name in results.points[case.key].timings if name not in (OURS, *peers))
-    )
-    header = [first.scenario.unit, f"{OURS} µs", "20–80 %", "TFLOP/s", "TB/s", "floor µs", "of floor"]
-    header += [f"{name} µs" for name in [*peers, *others]] + ["speed-up", "host µs"]
+    measured = list(dict.fromkeys(name for case in cases for name in results.points[case.key].timings))
+    others = [name for name in measured if name not in (OURS, DENSE)]
+    elsewhere = list(dict.fromkeys(name for case in cases for name in results.peers(case) if name != HUMMING))
+    has_dense = DENSE in measured
+    header = [first.scenario.unit, f"{OURS} µs", "20–80 %", *(f"{name} µs" for name in others)]
+    header += [f"of {DENSE}"] if has_dense else []
+    header += [f"{OURS} alone µs", "TFLOP/s", "TB/s", "floor µs", "of floor", *(f"{name} µs" for name in elsewhere)]
     rows = []
     for case in cases:
-        point, ours, floor = results.points[case.key], results.us(case), results.floor_us(case)
+        point, alone, floor = results.points[case.key], results.alone_us(case), results.floor_us(case)
         timing = point.timings.get(OURS)
-        row = [str(case.point), _us(ours), f"{timing.low:.1f}–{timing.high:.1f}" if timing else "failed"]
-        row += (
-            [f"{case.flops / ours / 1e6:.0f}", f"{case.weight_bytes(point.active) / ours / 1e6:.2f}"]
-            if ours
-            else ["", ""]
-        )
-        row += [_us(floor), f"{floor / ours:.0%}" if ours else ""]
-        row += [_us(results.peers(case).get(name)) for name in peers] + [_us(results.us(case, name)) for name in others]
-        speedup = results.speedup(case)
-        rows.append([*row, _times(speedup), _us(timing.host_us) if timing else ""])
+        row = [str(case.point), _us(results.us(case)), f"{timing.low:.1f}–{timing.high:.1f}" if timing else "failed"]
+        row += [_us(results.us(case, name)) for name in others]
+        row += [_percent(results.of_dense(case))] if has_dense else []
+        row += [_us(alone)]
+        row += [
+            f"{case.flops / alone / 1e6:.0f}" if alone else "",
+            f"{case.weight_bytes(point.active) / alone / 1e6:.2f}" if alone else "",
+        ]
+        row += [_us(floor), _percent(floor / alone if alone else None)]
+        row += [_us(results.peers(case).get(name)) for name in elsewhere]
+        rows.append([*row, _times(results.speedup(case)), _us(timing.host_us) if timing else ""])
     title = f"### {first.scenario.title}: {first.stage.value}"
     shape = f"{first.scenario.experts} experts, N = {first.n}, K = {first.k}"
-    return f"{title}\n\n{shape}\n\n{table(header, rows)}"
+    return f"{title}\n\n{shape}\n\n{table([*header, 'speed-up', 'host µs'], rows)}"
 
 
 def _summary(results: Results) -> str:
@@ -124,6 +129,10 @@ def _failures(results: Results) -> str:
 
 def _us(value: float | None) -> str:
     return f"{value:.1f}" if value is not None else ""
+
+
+def _percent(value: float | None) -> str:
+    return f"{value:.0%}" if value is not None else ""
 
 
 def _times(value: float | None) -> str:

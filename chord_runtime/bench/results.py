@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from chord_runtime.bench.cases import Case, all_cases
-from chord_runtime.bench.ceilings import Ceilings
+from chord_runtime.bench.ceilings import Ceilings, dense_flops
 from chord_runtime.bench.peers import CHORD_PUBLISHED, HUMMING_RECORDED, RECORDED_DEVICE
 from chord_runtime.bench.timing import Timing
 from chord_runtime.errors import UsageError
@@ -18,6 +19,8 @@ from chord_runtime.errors import UsageError
 FORMAT = 1
 OURS = "chord"
 HUMMING = "humming"
+DENSE_SIZE = 4096
+DENSE = f"cuBLAS {DENSE_SIZE}³"
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,13 @@ class Measurement:
     error: float | None
     """Relative error of Chord against the reference; None if the check failed."""
     timings: dict[str, Timing]
-    """By contender."""
+    """By contender, taken in turns."""
     failures: dict[str, str] = field(default_factory=dict)
     """Contenders that could not run, with the reason."""
+    alone_us: float | None = None
+    """Chord by itself on a rested card; None where it was not taken."""
+    seconds: float = 0.0
+    """What measuring it took, all told."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,22 @@ class Results:
         return RECORDED_DEVICE in self.machine.get("device", "")
 
     def us(self, case: Case, contender: str = OURS) -> float | None:
-        """Median time of a contender, if it ran."""
+        """Median time of a contender in turns, if it ran."""
         timing = self.points[case.key].timings.get(contender)
         return timing.us if timing else None
+
+    def alone_us(self, case: Case) -> float | None:
+        """Chord's time by itself; in turns where nothing else was taken."""
+        return self.points[case.key].alone_us or self.us(case)
 
     def floor_us(self, case: Case) -> float:
         """What the measured ceilings allow."""
         return self.ceilings.floor_us(case.moved_bytes(self.points[case.key].active), case.flops)
+
+    def of_dense(self, case: Case) -> float | None:
+        """Chord's rate of arithmetic over cuBLAS', both in turns; None where cuBLAS had no turn."""
+        ours, dense = self.us(case), self.us(case, DENSE)
+        return case.flops / ours * dense / dense_flops(DENSE_SIZE) if ours and dense else None
 
     def peers(self, case: Case) -> dict[str, float]:
         """The W4A16 peers that count: Humming as measured here (else as recorded), and published Chord."""
@@ -77,19 +93,32 @@ class Results:
             found[CHORD_PUBLISHED.name] = CHORD_PUBLISHED.us(case)
         return found
 
+    def speedups(self, case: Case) -> dict[str, float]:
+        """Each peer's time over ours, taken as the peer's was: in turns if it ran here, else alone."""
+        turns, alone = self.us(case), self.alone_us(case)
+        ours = {name: turns if name == HUMMING else alone for name in self.peers(case)}
+        return {name: us / own for name, us in self.peers(case).items() if (own := ours[name])}
+
     def speedup(self, case: Case) -> float | None:
-        """Time of the better peer over ours; None where either is missing."""
-        ours, peers = self.us(case), self.peers(case)
-        return min(peers.values()) / ours if ours and peers else None
+        """The least of the speed-ups; None where there is none."""
+        return min(self.speedups(case).values(), default=None)
 
     def mean_speedup(self, cases: Iterable[Case]) -> float | None:
         """Geometric mean of the speed-ups."""
         return geometric_mean(speedup for case in cases if (speedup := self.speedup(case)))
 
+    def merged(self, other: Results) -> Results:
+        """The points of both; where both have one, and for the ceilings, the other's.
+
+        Raises:
+            UsageError: they are not of one machine, or not measured alike.
+        """
+        check_same(self.machine | self.method, other.machine | other.method)
+        return replace(other, points=self.points | other.points)
+
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        """Write as JSON, whole or not at all."""
+        write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -102,7 +131,7 @@ class Results:
             data = json.loads(path.read_text())
             if data["format"] != FORMAT:
                 raise UsageError(f"{path} has results of format {data['format']}; this version reads {FORMAT}")
-            points = {key: _measurement(point) for key, point in data["points"].items()}
+            points = {key: measurement(point) for key, point in data["points"].items()}
             return cls(data["machine"], data["method"], Ceilings(**data["ceilings"]), points)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a file of bench results ({type(error).__name__}: {error})") from error
@@ -114,6 +143,26 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _measurement(point: dict[str, Any]) -> Measurement:
+def check_same(old: dict[str, str], new: dict[str, str]) -> None:
+    """Raise UsageError unless two runs were measured alike, as far as what they say of themselves goes."""
+    different = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if different:
+        raise UsageError(
+            "results measured differently do not go together: "
+            + "; ".join(f"{name} {old.get(name)!r} and {new.get(name)!r}" for name in different)
+            + ". Save them in files of their own"
+        )
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write a file that is never seen half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
+def measurement(point: dict[str, Any]) -> Measurement:
+    """From JSON."""
     timings = {name: Timing(**timing) for name, timing in point["timings"].items()}
-    return Measurement(point["active"], point["error"], timings, point["failures"])
+    return Measurement(**point | {"timings": timings})

@@ -1,42 +1,99 @@
-"""Measure: for each case make the tensors, check Chord against the reference, then time all contenders in turns."""
+"""Measure: make each case's tensors, check Chord against the reference, time it alone, then all contenders in turns."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 
 import torch
 
-from chord_runtime.bench.cases import Case
+from chord_runtime.bench.cases import Case, Stage
 from chord_runtime.bench.contenders import Contender
 from chord_runtime.bench.problem import Problem, Weights, make_problem, make_weights
 from chord_runtime.bench.results import OURS, Measurement
 from chord_runtime.bench.timing import Timer, Timing
 from chord_runtime.errors import ChordError
+from chord_runtime.format.layout import Mode
 from chord_runtime.version import VERSION
 
 Progress = Callable[[Case, Measurement], None]
 
 
+@dataclass(frozen=True)
+class Needed:
+    """One of Chord's kernels, by what selection asks."""
+
+    mode: Mode
+    n: int
+    k: int
+    experts: int
+    rows: int
+    """Of an expert, on average."""
+    output: str
+    """``plain``, ``gate_up`` or ``swiglu``."""
+
+
+def compile_kernels(needed: Iterable[Needed]) -> None:
+    """Compile at once, in parallel, for the current device: one by one this is most of a short run's time."""
+    from chord_runtime.cuda import select
+    from chord_runtime.cuda.compile import arch_of
+    from chord_runtime.cuda.warmup import warm_up
+
+    arch, sms = arch_of(torch.cuda.get_device_capability()), torch.cuda.get_device_properties().multi_processor_count
+    outputs = {"plain": select.PLAIN, "gate_up": select.GATE_UP, "swiglu": select.SWIGLU}
+    work = {}
+    for kernel in dict.fromkeys(needed):
+        mode = kernel.mode.value
+        tile = select.choose(mode, kernel.n, kernel.k, kernel.experts, kernel.rows, arch, sms)
+        name, defines = select.instantiation(mode, tile, outputs[kernel.output], arch)
+        work[name, tuple(sorted(defines.items()))] = name, defines, arch
+    for _ in warm_up(work.values()):
+        """Each tells its own failure when it is called."""
+
+
+def compile_ahead(cases: Sequence[Case], contenders: Sequence[Contender]) -> None:
+    """Compile what these cases need; what fails here is told where it is called."""
+    outputs = {Stage.GATE_UP: "gate_up", Stage.DOWN: "plain"}
+    compile_kernels(
+        Needed(case.scenario.mode, case.n, case.k, case.scenario.experts, case.rows, outputs[case.stage])
+        for case in cases
+    )
+    for contender in contenders:
+        with suppress(Exception):
+            contender.compile_ahead([case for case in cases if contender.takes(case)])
+
+
 def measure(
-    cases: Sequence[Case], peers: Sequence[Contender], timer: Timer, device: str, budget_ms: float, progress: Progress
+    cases: Sequence[Case],
+    contenders: Sequence[Contender],
+    timer: Timer,
+    device: str,
+    budget_ms: float,
+    progress: Progress,
 ) -> dict[str, Measurement]:
     """Measure every case; cases that share a weight shape run together, so that one set of weights is held at a time.
 
     A contender that fails at a point is left out there and its reason kept; Chord failing its check is such a failure.
+    ``progress`` is called after each point.
     """
     points = {}
     shapes = dict.fromkeys(_shape(case) for case in cases)
     for shape in shapes:
         weights: Weights | None = None
         for case in (case for case in cases if _shape(case) == shape):
+            started = time.perf_counter()
             if weights is None:
                 weights = make_weights(case, device)
             problem = make_problem(case, weights, device)
-            points[case.key] = _measure_one(problem, peers, timer, budget_ms)
+            point = _measure_one(problem, contenders, timer, budget_ms)
+            points[case.key] = replace(point, seconds=time.perf_counter() - started)
             progress(case, points[case.key])
-        del weights
+        del weights, problem
         if device == "cuda":
             torch.cuda.empty_cache()
     return points
@@ -57,34 +114,43 @@ def machine() -> dict[str, str]:
     }
 
 
-def _measure_one(problem: Problem, peers: Sequence[Contender], timer: Timer, budget_ms: float) -> Measurement:
+def _measure_one(problem: Problem, contenders: Sequence[Contender], timer: Timer, budget_ms: float) -> Measurement:
     failures: dict[str, str] = {}
     calls: dict[str, Callable[[], object]] = {}
-    error = None
+    timings: dict[str, Timing] = {}
+    error = alone_us = None
     try:
         error = problem.check()
+        alone_us = timer.alone(problem.call)
         calls[OURS] = problem.call
-    except ChordError as failure:
-        failures[OURS] = str(failure)
-    for peer in peers:
-        call, failure_text = _prepare(peer, problem)
-        if call is None:
-            failures[peer.name] = failure_text
-        else:
-            calls[peer.name] = call
-    timings: dict[str, Timing] = timer.measure(calls, budget_ms) if calls else {}
-    return Measurement(problem.routing.active, error, timings, failures)
-
-
-def _prepare(peer: Contender, problem: Problem) -> tuple[Callable[[], object] | None, str]:
-    """The peer's call, tried once; or None and why not: it may fail in any way, and the others are still measured."""
+    except Exception as failure:
+        failures[OURS] = reason(failure)
+    for contender in contenders:
+        if contender.takes(problem.case):
+            calls |= tried(contender.name, partial(contender.call, problem), failures)
     try:
-        peer.prepare(problem.case)
-        call = peer.call(problem)
+        timings = timer.measure(calls, budget_ms) if calls else {}
+    except Exception as failure:  # for want of memory, for one
+        failures["turns"] = reason(failure)
+    return Measurement(problem.routing.active, error, timings, failures, alone_us)
+
+
+def tried(
+    name: str, make: Callable[[], Callable[[], object]], failures: dict[str, str]
+) -> dict[str, Callable[[], object]]:
+    """A contender's call by its name, tried once; nothing if it fails, in whatever way, and why in ``failures``."""
+    try:
+        call = make()
         call()
     except Exception as failure:
-        return None, f"{type(failure).__name__}: {failure}"[:300]
-    return call, ""
+        failures[name] = reason(failure)
+        return {}
+    return {name: call}
+
+
+def reason(failure: Exception) -> str:
+    """What a failure is told as."""
+    return (str(failure) if isinstance(failure, ChordError) else f"{type(failure).__name__}: {failure}")[:300]
 
 
 def _shape(case: Case) -> tuple[int, int, int]:

@@ -1,8 +1,9 @@
-"""Interleaved timing: contenders take turns, each call finds the L2 cache flushed, medians are kept.
+"""Two ways of timing, both with CUDA events, a 256 MB buffer zeroed before each call so that L2 is flushed, medians.
 
-``triton.testing.do_bench`` times one function after another; clocks and temperature drift between them. Here every
-round calls each contender once (A B A B …), so that all see the same card. Otherwise the method is do_bench's: warm-up,
-a 256 MB buffer zeroed before each call, CUDA events around the call, the median.
+In turns: every round calls each contender once (A B A B …), so that all see the same clocks, temperature and power.
+Long turns keep a card at its power limit, where clocks are several percent lower than in a short run, so these times
+compare with each other only. Alone: ``triton.testing.do_bench`` of one function on a card that has rested, which is how
+published figures are taken and what compares with them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ FLUSH_BYTES = 256 << 20
 MIN_ROUNDS = 10
 MAX_ROUNDS = 1000
 HOST_BURSTS, HOST_BURST = 5, 20
+WARM_UP_MS, ALONE_MS = 25, 100
+"""do_bench's own defaults."""
+REST_SECONDS = 0.2
+"""Idle before timing alone: what ran before leaves the card hot and its clocks low."""
 
 Call = Callable[[], object]
 
@@ -46,10 +51,13 @@ class Timing:
 
 
 class Timer(Protocol):
-    """Times contenders against each other."""
+    """Times contenders against each other, or one by itself."""
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float) -> dict[str, Timing]:
         """Take turns for about ``budget_ms`` of measured time a contender."""
+
+    def alone(self, call: Call) -> float:
+        """Median in microseconds, after a rest, of 100 ms by itself."""
 
 
 class CudaTimer:
@@ -68,6 +76,14 @@ class CudaTimer:
         self._rounds(calls, max(3, rounds // 6))
         times = self._rounds(calls, rounds)
         return {name: Timing.of(times[name], _host_us(call)) for name, call in calls.items()}
+
+    def alone(self, call: Call) -> float:
+        from triton.testing import do_bench  # of the wheels of torch with CUDA
+
+        torch.cuda.synchronize()
+        time.sleep(REST_SECONDS)
+        milliseconds: float = do_bench(call, warmup=WARM_UP_MS, rep=ALONE_MS, return_mode="median")
+        return milliseconds * 1e3
 
     def _rounds(self, calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}

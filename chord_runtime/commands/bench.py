@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import click
 
@@ -15,9 +16,12 @@ from chord_runtime.bench.results import OURS, Measurement, Results
 from chord_runtime.errors import KernelError, UsageError
 
 if TYPE_CHECKING:
-    from chord_runtime.bench.layer import LayerResults
+    from chord_runtime.bench.layer import LayerCase, LayerResults
+
+AnyResults = TypeVar("AnyResults", Results, "LayerResults")
 
 _FULL_MS, _QUICK_MS = 300.0, 100.0
+_TIMING = "L2 flushed before each call, median of CUDA events"
 
 
 @click.command("bench")
@@ -31,10 +35,18 @@ _FULL_MS, _QUICK_MS = 300.0, 100.0
     help="Whole MoE layers, 1 to 16384 tokens; PATTERN is then ep8 or tp8 with a number of tokens, as ep8/64.",
 )
 @click.option("--no-peers", is_flag=True, help="Time Chord alone.")
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the results as JSON.")
+@click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the results as JSON after each point, beside the points that the file has already.",
+)
 @click.option("--plot", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.png and STEM.svg.")
 @click.option(
-    "--from", "source", type=click.Path(dir_okay=False, path_type=Path), help="Show saved results; needs no GPU."
+    "--from",
+    "sources",
+    multiple=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Show saved results; needs no GPU. May repeat: the points of all files together.",
 )
 @click.option(
     "--compare",
@@ -53,15 +65,15 @@ def bench(
     no_peers: bool,
     save: Path | None,
     plot: Path | None,
-    source: Path | None,
+    sources: tuple[Path, ...],
     compare: Path | None,
     explain: bool,
 ) -> None:
     """Measure the three operations beside their peers, each point checked against the reference first.
 
-    Tables give the median time, TFLOP/s, TB/s of weight bytes, the share of the floor that the card's own ceilings set,
-    and the speed-up over the better of Humming (measured here, when installed) and the published table of
-    novitalabs/chord.
+    Tables give the median time, taken in turns with the peers and alone, TFLOP/s, TB/s of weight bytes, the share of
+    the floor that the card's own ceilings set, and the least speed-up over Humming (measured here, when installed) and
+    the published table of novitalabs/chord.
     """
     if explain:
         click.echo(_explain())
@@ -69,20 +81,21 @@ def bench(
     if layer:
         if plot or compare:
             raise UsageError("--plot and --compare are for the three operations: leave out --layer")
-        _bench_layer(points, quick, not no_peers, save, source)
+        _bench_layer(points, quick, not no_peers, save, sources)
         return
     before = Results.load(compare) if compare else None
-    results = Results.load(source) if source else _measure(choose(points, quick=quick), quick, not no_peers)
+    if sources:
+        results = _together([Results.load(path) for path in sources])
+        if save:
+            _beside(save, results).save(save)
+    else:
+        results = _measure(choose(points, quick=quick), quick, not no_peers, save)
     click.echo(report(results))
-    if save:
-        results.save(save)
     if plot:
         from chord_runtime.bench.plot import plot as draw
 
         click.echo("plotted: " + ", ".join(str(path) for path in draw(results, plot)))
-    failed = [key for key, point in results.points.items() if OURS in point.failures]
-    if failed:
-        raise KernelError(f"{len(failed)} of {len(results.points)} points failed, the first {failed[0]}")
+    _fail_if_any(results)
     if before:
         text, regressed = compare_results(before, results)
         click.echo(f"\n{text}")
@@ -100,46 +113,70 @@ def _explain() -> str:
 
 
 def _bench_layer(
-    points: tuple[str, ...], quick: bool, with_peers: bool, save: Path | None, source: Path | None
+    points: tuple[str, ...], quick: bool, with_peers: bool, save: Path | None, sources: tuple[Path, ...]
 ) -> None:
     from chord_runtime.bench import layer
 
-    results = layer.LayerResults.load(source) if source else _measure_layer(points, quick, with_peers)
+    if sources:
+        results = _together([layer.LayerResults.load(path) for path in sources])
+        if save:
+            _beside(save, results).save(save)
+    else:
+        results = _measure_layer(points, quick, with_peers, save)
     click.echo(layer.report(results))
-    if save:
-        results.save(save)
-    if failed := [key for key, point in results.points.items() if OURS in point.failures]:
+    _fail_if_any(results)
+
+
+def _together(runs: list[AnyResults]) -> AnyResults:
+    return reduce(lambda old, new: old.merged(new), runs)
+
+
+def _beside(path: Path | None, results: AnyResults) -> AnyResults:
+    """The results, with those that the file has already."""
+    return results if path is None or not path.exists() else type(results).load(path).merged(results)
+
+
+def _fail_if_any(results: Results | LayerResults) -> None:
+    if failed := [key for key, point in results.points.items() if OURS not in point.timings]:
         raise KernelError(f"{len(failed)} of {len(results.points)} points failed, the first {failed[0]}")
 
 
-def _measure_layer(points: tuple[str, ...], quick: bool, with_peers: bool) -> LayerResults:
+class _Saved(Generic[AnyResults]):
+    """Takes each point as it is measured: tells it, and writes it beside those that the file has."""
+
+    def __init__(self, empty: AnyResults, path: Path | None) -> None:
+        self._results: AnyResults = _beside(path, empty)
+        self._path = path
+
+    def __call__(self, case: Case | LayerCase, point: Measurement) -> None:
+        timing = point.timings.get(OURS)
+        text = f"{timing.us:.1f} µs" if timing else point.failures.get(OURS, "failed")
+        click.echo(f"{case.key}: {text} ({point.seconds:.1f} s)", err=True)
+        if self._path:
+            self._results.points[case.key] = point
+            self._results.save(self._path)
+
+
+def _measure_layer(points: tuple[str, ...], quick: bool, with_peers: bool, save: Path | None) -> LayerResults:
     from chord_runtime.bench import layer
 
     cases = layer.choose(points, quick=quick)
     _need_gpu()
-    from chord_runtime.bench.contenders import Humming
-    from chord_runtime.bench.layer_peers import HummingTorch, HummingVllm
+    from chord_runtime.bench import humming
+    from chord_runtime.bench.layer_peers import Humming, HummingVllm
     from chord_runtime.bench.run import machine
     from chord_runtime.bench.timing import CudaTimer
 
     peers: list[layer.LayerContender] = []
-    if with_peers and Humming.version():
-        peers = [HummingVllm()] if HummingVllm.available() else [HummingTorch()]
-    started = time.perf_counter()
+    if with_peers and humming.version():
+        peers = [HummingVllm()] if HummingVllm.available() else [Humming()]
     budget_ms = _QUICK_MS if quick else _FULL_MS
-    found = layer.measure(
-        cases,
-        peers,
-        CudaTimer(),
-        "cuda",
-        budget_ms,
-        lambda case, point: _progress(case.key, point),
-    )
-    method = {
-        "timing": f"CUDA graphs in turns, L2 flushed before each, median of CUDA events, {budget_ms:.0f} ms each",
-        "took": f"{time.perf_counter() - started:.0f} s",
-    }
-    return layer.LayerResults(machine(), method, found)
+    method = {"timing": f"CUDA graphs in turns, {_TIMING}, {budget_ms:.0f} ms each"}
+    layer.compile_ahead(cases, peers)
+    results = layer.LayerResults(machine(), method, {})
+    found = layer.measure(cases, peers, CudaTimer(), "cuda", budget_ms, _Saved(results, save))
+    click.echo(err=True)
+    return replace(results, points=found)
 
 
 def _need_gpu() -> None:
@@ -152,31 +189,25 @@ def _need_gpu() -> None:
         )
 
 
-def _measure(cases: list[Case], quick: bool, with_peers: bool) -> Results:
+def _measure(cases: list[Case], quick: bool, with_peers: bool, save: Path | None) -> Results:
     _need_gpu()
+    from chord_runtime.bench import humming
     from chord_runtime.bench.ceilings import measure_ceilings
-    from chord_runtime.bench.contenders import Contender, Humming, TorchGrouped
-    from chord_runtime.bench.run import machine, measure
+    from chord_runtime.bench.contenders import Contender, Dense, Humming, TorchGrouped
+    from chord_runtime.bench.run import compile_ahead, machine, measure
     from chord_runtime.bench.timing import CudaTimer
 
-    peers: list[Contender] = []
+    contenders: list[Contender] = [Dense()]
     if with_peers:
-        peers = [Humming(), TorchGrouped()] if Humming.version() else [TorchGrouped()]
-    started = time.perf_counter()
+        contenders = [*([Humming()] if humming.version() else []), TorchGrouped(), Dense()]
     budget_ms = _QUICK_MS if quick else _FULL_MS
-    timer = CudaTimer()
-    ceilings = measure_ceilings(timer, budget_ms)
-    found = measure(cases, peers, timer, "cuda", budget_ms, lambda case, point: _progress(case.key, point))
-    took = time.perf_counter() - started
     method = {
-        "timing": f"median of CUDA events, L2 flushed before each call, contenders in turns, {budget_ms:.0f} ms each",
-        "took": f"{took:.0f} s",
+        "in turns": f"Chord, peers and cuBLAS one after another, {_TIMING}, {budget_ms:.0f} ms each",
+        "alone": f"triton.testing.do_bench of 100 ms after a rest: {_TIMING}; ceilings too",
     }
+    timer = CudaTimer()
+    compile_ahead(cases, contenders)
+    results = Results(machine(), method, measure_ceilings(timer), {})
+    found = measure(cases, contenders, timer, "cuda", budget_ms, _Saved(results, save))
     click.echo(err=True)
-    return Results(machine(), method, ceilings, found)
-
-
-def _progress(key: str, point: Measurement) -> None:
-    timing = point.timings.get(OURS)
-    text = f"{timing.us:.1f} µs" if timing else point.failures.get(OURS, "failed")
-    click.echo(f"{key}: {text}", err=True)
+    return replace(results, points=found)

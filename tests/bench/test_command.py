@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from chord_runtime.bench.results import Measurement
+from chord_runtime.bench.cases import Case
+from chord_runtime.bench.results import Measurement, Results
 from chord_runtime.commands.bench import bench
 from chord_runtime.errors import ChordError, KernelError, UsageError
 from tests.bench.samples import sample
@@ -46,6 +49,61 @@ def test_saved_results_are_shown_saved_again_and_plotted(saved: Path, tmp_path: 
     assert "### Masked decode, EP8: gate_up" in result.output
     assert f"plotted: {tmp_path / 'plot.png'}, {tmp_path / 'plot.svg'}" in result.output
     assert (tmp_path / "copy.json").read_text() == saved.read_text()
+
+
+def test_several_files_are_shown_together(saved: Path, tmp_path: Path) -> None:
+    points = sample().points
+    for name, keys in (("a", ["masked/down/8"]), ("b", ["tp8/down/8192", "decode/down/20"])):
+        replace(sample(), points={key: points[key] for key in keys}).save(tmp_path / f"{name}.json")
+    files = ["--from", tmp_path / "a.json", "--from", tmp_path / "b.json"]
+    result = run(*files, "--save", tmp_path / "both.json")
+    assert result.exit_code == 0
+    assert "Masked decode, EP8: down" in result.output and "Indexed, TP8: down" in result.output
+    assert set(Results.load(tmp_path / "both.json").points) == {"masked/down/8", "tp8/down/8192", "decode/down/20"}
+    assert run("--from", tmp_path / "a.json", "--save", saved).exit_code == 0
+    assert Results.load(saved) == sample(), "what a file has already is kept"
+    sample("another card").save(tmp_path / "other.json")
+    assert "do not go together: device" in str(run(*files, "--from", tmp_path / "other.json").exception)
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU on which every point takes what the sample says, until the point named here is reached."""
+    stops_at: list[str] = []
+
+    def measure(cases: Sequence[Case], *_args: object) -> dict[str, Measurement]:
+        progress = _args[-1]
+        for case in cases:
+            if case.key in stops_at:
+                raise KeyboardInterrupt
+            progress(case, sample().points[case.key])  # type: ignore[operator]
+        return {case.key: sample().points[case.key] for case in cases}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("chord_runtime.bench.timing.CudaTimer", lambda: None)
+    monkeypatch.setattr("chord_runtime.bench.ceilings.measure_ceilings", lambda timer: sample().ceilings)
+    monkeypatch.setattr("chord_runtime.bench.run.compile_ahead", lambda *_: None)
+    monkeypatch.setattr("chord_runtime.bench.run.machine", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr("chord_runtime.bench.run.measure", measure)
+    return stops_at
+
+
+def test_every_point_is_saved_when_it_is_measured(pretend_gpu: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    pretend_gpu.append("contiguous/gate_up/512")
+    stopped = CliRunner().invoke(bench, ["--points", "contiguous/gate_up", "--save", str(path)])
+    assert stopped.exit_code == 1
+    assert set(Results.load(path).points) == {"contiguous/gate_up/128", "contiguous/gate_up/256"}
+    shown = run("--points", "masked/down/8", "--save", path)
+    assert "contiguous" not in shown.stdout, "a run shows what it measured"
+    assert set(Results.load(path).points) == {"contiguous/gate_up/128", "contiguous/gate_up/256", "masked/down/8"}
+
+
+def test_other_conditions_are_refused_before_anything_is_measured(pretend_gpu: list[str], tmp_path: Path) -> None:
+    sample().save(tmp_path / "run.json")
+    pretend_gpu.append("masked/down/8")
+    found = run("--points", "masked/down/8", "--save", tmp_path / "run.json")
+    assert "Save them in files of their own" in str(found.exception)
 
 
 def test_comparison_decides_the_exit_code(saved: Path, tmp_path: Path) -> None:

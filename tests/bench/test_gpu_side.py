@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -61,6 +64,24 @@ def test_turns_flushes_and_medians(gpu: PretendGpu) -> None:
 def test_rounds_have_bounds(gpu: PretendGpu) -> None:
     assert timing.CudaTimer().measure({"a": lambda: gpu.call("a", 1e6)}, 1.0)["a"].rounds == timing.MIN_ROUNDS
     assert timing.CudaTimer().measure({"a": lambda: gpu.call("a", 1.0)}, 1e6)["a"].rounds == timing.MAX_ROUNDS
+
+
+def test_alone_is_do_bench_after_a_rest(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def do_bench(call: Callable[[], object], **options: object) -> float:
+        call()
+        asked.update(options)
+        return 0.2
+
+    testing = ModuleType("triton.testing")
+    testing.do_bench = do_bench  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: gpu.log.append(f"rest {seconds}"))
+    assert timing.CudaTimer().alone(lambda: gpu.call("a", 200.0)) == pytest.approx(200.0)
+    assert gpu.log == ["rest 0.2", "a"]
+    assert asked == {"warmup": 25, "rep": 100, "return_mode": "median"}
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from chord_runtime import routing
 from chord_runtime.bench import layer as bench
-from chord_runtime.bench.layer_peers import HummingTorch, _weighted_sum
+from chord_runtime.bench.layer_peers import weighted_sum
 from chord_runtime.bench.results import Measurement
 from chord_runtime.bench.timing import Timing
 from chord_runtime.commands.bench import bench as command
@@ -29,34 +28,20 @@ class Turns:
             call()
         return {name: Timing.of([float(len(name))], 1.0) for name in calls}
 
+    def alone(self, call: Callable[[], object]) -> float:
+        raise AssertionError("layers are taken in turns only")
+
 
 class Peer:
     name = "peer with a long name"
 
-    def prepare(self, scenario: bench.LayerScenario) -> None:
-        self.scenario = scenario
+    def compile_ahead(self, cases: Sequence[bench.LayerCase]) -> None:
+        """Nothing to compile."""
 
     def call(self, problem: bench.LayerProblem) -> Callable[[], object]:
         if problem.case.tokens == 3:
             raise RuntimeError("not for three tokens")
         return lambda: None
-
-
-@pytest.mark.parametrize(("tokens", "block"), [(1, 8), (7, 16), (50, 64)])
-@pytest.mark.parametrize("experts", [4, 16])
-def test_baseline_sorts_as_the_runtime_does(tokens: int, block: int, experts: int) -> None:
-    scenario = bench.LayerScenario("", "", experts, 16, 256, 128)
-    ids = torch.rand(tokens, 16).topk(8).indices.int()
-    expert_map = None if experts == 16 else torch.tensor([0, 1, 2, 3] + [-1] * 12, dtype=torch.int32)
-    wanted = routing.indexed(ids, experts, block, expert_map)
-    buffers, own_rows = HummingTorch.align(None, ids, block, scenario, expert_map, True)  # type: ignore[arg-type]
-    sorted_ids, expert_ids, used = buffers
-    assert torch.equal(used, wanted.num_tokens_padded)
-    rows = int(used)
-    assert torch.equal(sorted_ids[:rows], wanted.sorted_ids[:rows])
-    assert torch.equal(expert_ids[: rows // block], wanted.expert_ids[: rows // block])
-    assert bool((expert_ids[rows // block :] == -1).all())
-    assert own_rows is not None and torch.equal(own_rows.view_as(ids), wanted.rows)
 
 
 def test_baseline_sums_as_the_layer_does() -> None:
@@ -65,7 +50,7 @@ def test_baseline_sums_as_the_layer_does() -> None:
     mine = expert_map[ids] >= 0
     results[~mine] = float("nan")
     wanted = torch.where(mine[..., None], results.double() * weights[..., None].double(), 0).sum(1)
-    assert float((_weighted_sum(results, weights, ids, expert_map).double() - wanted).abs().max()) < 0.05
+    assert float((weighted_sum(results, weights, ids, expert_map).double() - wanted).abs().max()) < 0.05
 
 
 def test_measure_checks_times_and_keeps_reasons() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from chord_runtime.bench import problem as problem_module
-from chord_runtime.bench.cases import Case, Scenario, Stage
-from chord_runtime.bench.contenders import TorchGrouped, humming_routing
+from chord_runtime.bench.cases import Case, Scenario, Stage, choose
+from chord_runtime.bench.contenders import Contender, TorchGrouped, humming_routing
 from chord_runtime.bench.problem import draw_routing, make_problem, make_weights
 from chord_runtime.bench.results import OURS, Measurement
-from chord_runtime.bench.run import measure
+from chord_runtime.bench.run import compile_ahead, measure
 from chord_runtime.bench.timing import Timing
 from chord_runtime.errors import KernelError
 from chord_runtime.format.layout import Mode
@@ -41,20 +42,31 @@ class WallTimer:
                 self.turns.append(name)
         return {name: Timing.of(found, 1.0) for name, found in times.items()}
 
+    def alone(self, call: Callable[[], object]) -> float:
+        self.turns.append("alone")
+        call()
+        return 7.0
 
-class Copycat:
-    """A peer that fails where it is told to."""
+
+class Copycat(Contender):
+    """A contender that fails where it is told to, and has nothing to do at gate_up."""
 
     name = "copycat"
 
     def __init__(self, fails_at: str) -> None:
         self.fails_at = fails_at
+        self.ahead: list[str] = []
 
-    def prepare(self, case: Case) -> None:
-        if case.key == self.fails_at:
-            raise ValueError("unsupported")
+    def takes(self, case: Case) -> bool:
+        return case.stage is Stage.DOWN
+
+    def compile_ahead(self, cases: Sequence[Case]) -> None:
+        self.ahead = [case.key for case in cases]
+        raise ValueError("no compiler")
 
     def call(self, problem: problem_module.Problem) -> Callable[[], object]:
+        if problem.case.key == self.fails_at:
+            raise ValueError("unsupported")
         return problem.call
 
 
@@ -63,14 +75,52 @@ def test_every_mode_is_checked_and_timed() -> None:
     timer = WallTimer()
     points = measure(SMALL, [Copycat("masked/down/2")], timer, "cpu", 1.0, lambda case, _: seen.append(case.key))
     assert set(points) == set(seen) == {case.key for case in SMALL}
-    assert timer.turns[:4] == [OURS, "copycat", OURS, "copycat"]
+    assert timer.turns[: 2 + 6] == ["alone", OURS, OURS, OURS, "alone", OURS, OURS, OURS], "gate_up: no other takes it"
+    assert timer.turns[-7:] == ["alone", *[OURS, "copycat"] * 3]
     for key, point in points.items():
+        assert point.alone_us == 7.0
+        assert point.seconds > 0
         assert point.error is not None
         assert point.error < 1e-6, "the CPU runs the reference itself"
         assert point.timings[OURS].us > 0
         assert ("copycat" in point.failures) == (key == "masked/down/2")
     assert points["masked/down/2"].failures == {"copycat": "ValueError: unsupported"}
     assert points["masked/gate_up/2"].active == 8
+
+
+def test_turns_that_fail_leave_the_other_points() -> None:
+    class Exhausted(WallTimer):
+        def measure(self, calls: Mapping[str, Callable[[], object]], budget_ms: float) -> dict[str, Timing]:
+            if self.turns != ["alone"]:
+                raise MemoryError("no room")
+            return super().measure(calls, budget_ms)
+
+    points = list(measure(SMALL[:3], [], Exhausted(), "cpu", 1.0, lambda *_: None).values())
+    assert [bool(point.timings) for point in points] == [True, False, False]
+    assert points[1].failures == {"turns": "MemoryError: no room"}
+
+
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the calls of these cases ask for, each once; a contender that cannot is asked again when it is run."""
+    from chord_runtime.cuda import select, warmup
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(multi_processor_count=132))
+    work: list[warmup.Instantiation] = []
+    monkeypatch.setattr(warmup, "warm_up", lambda items: work.extend(items) or iter(()))
+    cases = choose(["masked/gate_up/8", "masked/gate_up", "prefill/down/16384", "contiguous/down"])
+    peer = Copycat("")
+    compile_ahead(cases, [peer])
+    assert peer.ahead == [case.key for case in cases if case.stage is Stage.DOWN]
+    assert len(work) == len({str(item) for item in work}) < len(cases)
+    asked = [
+        ("masked", 4096, 7168, 8, select.GATE_UP),
+        ("indexed", 7168, 2048, 342, select.PLAIN),
+        ("contiguous", 7168, 2048, 512, select.PLAIN),
+    ]
+    for mode, n, k, rows, output in asked:
+        tile = select.choose(mode, n, k, 48, rows, "sm_90a", 132)
+        assert (*select.instantiation(mode, tile, output, "sm_90a"), "sm_90a") in work
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.key)
@@ -133,16 +183,15 @@ def test_routing_draw_is_reproducible() -> None:
 
 
 def test_humming_gets_the_same_routing_in_its_terms() -> None:
-    tuning = [(0, 100, {"block_shape": [16, 1, 1]}), (100, 10**9, {"block_shape": [64, 1, 1]})]
     case = Case(INDEXED, Stage.GATE_UP, 21)
     routing = draw_routing(case, "cpu")
-    passed = humming_routing(case, routing, tuning)
+    passed = humming_routing(case, routing, 64)
     assert passed["sorted_ids"].numel() == int(passed["num_tokens_padded"]) == 64 * passed["expert_ids"].numel()
     assert (passed["expert_ids"] >= 0).all()
     contiguous = humming_routing(
-        Case(CONTIGUOUS, Stage.DOWN, 128), draw_routing(Case(CONTIGUOUS, Stage.DOWN, 128), "cpu"), tuning
+        Case(CONTIGUOUS, Stage.DOWN, 128), draw_routing(Case(CONTIGUOUS, Stage.DOWN, 128), "cpu"), 64
     )
     assert contiguous["expert_layout"].tolist() == [128 * e for e in range(9)]
     assert contiguous["expert_layout"].dtype == torch.int64
     masked = Case(MASKED, Stage.DOWN, 5)
-    assert humming_routing(masked, draw_routing(masked, "cpu"), tuning)["expert_layout"].tolist() == [5] * 8
+    assert humming_routing(masked, draw_routing(masked, "cpu"), 64)["expert_layout"].tolist() == [5] * 8
