@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from chord_runtime.bench.cases import Case
-from chord_runtime.bench.results import OURS, Results
+from chord_runtime.bench.results import HUMMING, OURS, Results
 from chord_runtime.errors import UsageError
 
-# Okabe-Ito colours, told apart by colour-blind readers; ours is the darkest and widest line.
+TORCH = "torch bf16"
+# Okabe-Ito colours, told apart by colour-blind readers, and a marker of its own for each; ours is the widest line.
+_OURS = "#0072B2"
 _STYLES: dict[str, dict[str, Any]] = {
-    OURS: {"color": "#0072B2", "linewidth": 2.4, "marker": "o"},
-    "humming": {"color": "#D55E00", "marker": "s"},
-    "humming (recorded)": {"color": "#D55E00", "marker": "s", "linestyle": "--"},
+    TORCH: {"color": "#999999", "marker": "x", "linewidth": 1.2},
     "novitalabs/chord (published)": {"color": "#009E73", "marker": "^", "linestyle": "--"},
-    "torch bf16": {"color": "#999999", "marker": "x"},
+    "humming (recorded)": {"color": "#D55E00", "marker": "s", "linestyle": "--"},
+    HUMMING: {"color": "#D55E00", "marker": "s"},
+    OURS: {"color": _OURS, "linewidth": 2.6, "marker": "o"},
 }
+_TITLE = (
+    "W4A16 grouped GEMM on {device}: median latency in µs, contenders in turns; "
+    "labels: speed-up over the better W4A16 peer"
+)
+_STYLE = {"font.size": 11, "svg.hashsalt": "chord", "axes.spines.top": False, "axes.spines.right": False}
 
 
 def plot(results: Results, stem: Path) -> list[Path]:
@@ -38,10 +46,8 @@ def plot(results: Results, stem: Path) -> list[Path]:
     panels = {key: list(cases) for key, cases in grouped}
     scenarios = list(dict.fromkeys(name for name, _ in panels))
     stages = list(dict.fromkeys(stage for _, stage in panels))
-    with pyplot.rc_context(
-        {"font.size": 9, "svg.hashsalt": "chord", "axes.spines.top": False, "axes.spines.right": False}
-    ):
-        size = (3.1 * len(scenarios), 2.9 * len(stages) + 0.6)
+    with pyplot.rc_context(_STYLE):
+        size = (0.4 + 3.0 * len(scenarios), 1.1 + 2.8 * len(stages))
         figure, axes = pyplot.subplots(len(stages), len(scenarios), figsize=size, squeeze=False, layout="constrained")
         for row, stage in enumerate(stages):
             for column, name in enumerate(scenarios):
@@ -50,8 +56,11 @@ def plot(results: Results, stem: Path) -> list[Path]:
                 else:
                     axes[row][column].set_visible(False)
         lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines), frameon=False)
-        figure.suptitle(f"W4A16 grouped GEMM on {results.machine['device']}: median latency, L2 flushed")
+        names = [name for name in ["floor", *_STYLES] if name in lines]
+        columns = max(1, min(len(names), round(size[0] / 2.4)))
+        figure.legend([lines[name] for name in names], names, loc="outside lower center", ncols=columns, frameon=False)
+        title = _TITLE.format(device=results.machine["device"].partition(" (")[0])
+        figure.suptitle("\n".join(wrap(title, round(11 * size[0]))), fontsize=12)
         paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
         stem.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(paths[0], dpi=150)
@@ -64,22 +73,47 @@ def _panel(axis: Any, results: Results, cases: list[Case]) -> None:
     first = cases[0]
     points = [case.point for case in cases]
     floor = [results.floor_us(case) for case in cases]
+    shown = list(floor)
     axis.plot(points, floor, color="black", linewidth=1, linestyle=":", label="floor")
     axis.fill_between(points, floor, color="black", alpha=0.06, linewidth=0)
     for name, style in _STYLES.items():
         times = [results.us(case, name) or results.peers(case).get(name) for case in cases]
         if any(times):
-            axis.plot(points, [time or float("nan") for time in times], label=name, markersize=4, **style)
-    axis.set(xscale="log", yscale="log", xlabel=first.scenario.unit, ylabel="µs")
-    axis.set_title(f"{first.scenario.title}\n{first.stage.value}: N={first.n}, K={first.k}", fontsize=9)
-    axis.set_xticks(points, [str(point) for point in points])
+            shown += [time for time in times if time and name != TORCH]
+            axis.plot(points, [time or float("nan") for time in times], label=name, markersize=5, **style)
+    for case in cases:
+        if (ours := results.us(case)) and (speedup := results.speedup(case)):
+            _label(axis, case.point, ours, f"{speedup:.2f}×")
+    axis.set(xscale="log", yscale="log", xlabel=first.scenario.unit)
+    axis.set_title(f"{first.scenario.title}\n{first.stage.value}, {first.n} × {first.k}", fontsize=11)
+    axis.margins(x=0.12)
+    axis.set_ylim(min(shown) * 0.82, max(shown) * 1.3)  # what is far slower must not flatten the rest
+    dense = [time for case in cases if (time := results.us(case, TORCH))]
+    if dense and min(dense) > max(shown) * 1.3:
+        text = f"{TORCH}: {min(dense):.0f}–{max(dense):.0f} ↑"
+        axis.text(0.03, 0.97, text, transform=axis.transAxes, va="top", fontsize=9, color="#666666")
+    axis.set_xticks(points, [f"{point // 1024}k" if point >= 1024 else str(point) for point in points])
     axis.minorticks_off()
     ticks = _ticks(axis.get_ylim())
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.grid(alpha=0.2)
 
 
+def _label(axis: Any, x: float, y: float, text: str) -> None:
+    """Below the point and to its right, where a rising line leaves room, in a white outline."""
+    from matplotlib.patheffects import withStroke
+
+    outline = [withStroke(linewidth=3, foreground="white")]
+    place = {"xytext": (4, -13), "textcoords": "offset points", "ha": "center"}
+    axis.annotate(text, (x, y), color=_OURS, fontsize=9, fontweight="bold", path_effects=outline, zorder=4, **place)
+
+
 def _ticks(limits: tuple[float, float]) -> list[float]:
-    """1, 2, 5 times powers of ten within the limits."""
-    candidates = (digit * 10.0**power for power in range(5) for digit in (1, 2, 5))
-    return [tick for tick in candidates if limits[0] <= tick <= limits[1]]
+    """1, 2, 5 times powers of ten within the limits; steps between them where that gives fewer than three."""
+    for digits in ((1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 7)):
+        ticks = [
+            tick for power in range(5) for digit in digits if limits[0] <= (tick := digit * 10**power) <= limits[1]
+        ]
+        if len(ticks) > 2:
+            break
+    return ticks

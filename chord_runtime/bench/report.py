@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 
 from chord_runtime.bench.cases import Case
@@ -19,6 +20,26 @@ def report(results: Results) -> str:
         parts.append(_table(results, list(group)))
     parts += [_summary(results), _failures(results)]
     return "\n\n".join(part for part in parts if part)
+
+
+def brief(results: Results) -> str:
+    """One row for each scenario and projection, as the README shows it."""
+    rows = []
+    peers = list(dict.fromkeys(name for case in results.cases for name in results.peers(case)))
+    figures: dict[str, Callable[[Case], float | None]] = {
+        "Chord µs": results.us,
+        "Chord alone µs": results.alone_us,
+        **{f"{name} µs": partial(_peer, results, name) for name in peers},
+    }
+    for _, group in groupby(results.cases, key=lambda case: (case.scenario.name, case.stage)):
+        cases = list(group)
+        first = cases[0]
+        points = _list(str(case.point) for case in cases)
+        row = [f"{first.scenario.name} {first.stage.value}", f"{points} {first.scenario.unit}"]
+        row += [_list(f"{us:.0f}" if (us := figure(case)) else "–" for case in cases) for figure in figures.values()]
+        rows.append([*row, _list(f"{found:.2f}" if (found := results.speedup(case)) else "–" for case in cases)])
+    header = ["operation", "points", *figures, "speed-up"]
+    return f"{table(header, rows)}\n\n{_total(results)}"
 
 
 def compare(old: Results, new: Results) -> tuple[str, list[Case]]:
@@ -104,20 +125,29 @@ def _table(results: Results, cases: list[Case]) -> str:
 
 
 def _summary(results: Results) -> str:
-    speedups = {case.key: found for case in results.cases if (found := results.speedup(case))}
+    speedups = _speedups(results)
     if not speedups:
-        return "no speed-up: no W4A16 peer was measured here, and the recorded figures hold for an H200 only"
+        return _total(results)
     rows = []
     for name, group in groupby(results.cases, key=lambda case: case.scenario.name):
         values = [speedups[case.key] for case in group if case.key in speedups]
         rows.append([name, str(len(values)), _times(geometric_mean(values)), _times(min(values, default=None))])
     rows.append(["all", str(len(speedups)), _times(geometric_mean(speedups.values())), _times(min(speedups.values()))])
-    worst = min(speedups, key=lambda key: speedups[key])
-    return (
-        "### Speed-up over the better W4A16 peer\n\n"
-        + table(["scenario", "points", "geometric mean", "least"], rows)
-        + f"\n\nleast at {worst}"
-    )
+    header = ["scenario", "points", "geometric mean", "least"]
+    return f"### Speed-up over the better W4A16 peer\n\n{table(header, rows)}\n\n{_total(results)}"
+
+
+def _total(results: Results) -> str:
+    speedups = _speedups(results)
+    if not speedups:
+        return "no speed-up: no W4A16 peer was measured here, and the recorded figures hold for an H200 only"
+    least = min(speedups, key=lambda key: speedups[key])
+    mean = geometric_mean(speedups.values())
+    return f"{len(speedups)} points, geometric mean {_times(mean)}, least {_times(speedups[least])} at {least}"
+
+
+def _speedups(results: Results) -> dict[str, float]:
+    return {case.key: found for case in results.cases if (found := results.speedup(case))}
 
 
 def _failures(results: Results) -> str:
@@ -125,6 +155,14 @@ def _failures(results: Results) -> str:
         f"- {key}: {name}: {reason}" for key, point in results.points.items() for name, reason in point.failures.items()
     ]
     return "### Failures\n\n" + "\n".join(lines) if lines else ""
+
+
+def _peer(results: Results, name: str, case: Case) -> float | None:
+    return results.peers(case).get(name)
+
+
+def _list(values: Iterable[str]) -> str:
+    return " / ".join(values)
 
 
 def _us(value: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import click
 
 from chord_runtime.bench.cases import Case, choose
+from chord_runtime.bench.report import brief as brief_report
 from chord_runtime.bench.report import compare as compare_results
 from chord_runtime.bench.report import report
 from chord_runtime.bench.results import OURS, Measurement, Results
@@ -40,6 +41,7 @@ _TIMING = "L2 flushed before each call, median of CUDA events"
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the results as JSON after each point, beside the points that the file has already.",
 )
+@click.option("--brief", is_flag=True, help="Print one row for each operation and projection, as the README has it.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.png and STEM.svg.")
 @click.option(
     "--from",
@@ -64,6 +66,7 @@ def bench(
     layer: bool,
     no_peers: bool,
     save: Path | None,
+    brief: bool,
     plot: Path | None,
     sources: tuple[Path, ...],
     compare: Path | None,
@@ -79,8 +82,8 @@ def bench(
         click.echo(_explain())
         return
     if layer:
-        if plot or compare:
-            raise UsageError("--plot and --compare are for the three operations: leave out --layer")
+        if plot or compare or brief:
+            raise UsageError("--brief, --plot and --compare are for the three operations: leave out --layer")
         _bench_layer(points, quick, not no_peers, save, sources)
         return
     before = Results.load(compare) if compare else None
@@ -90,7 +93,7 @@ def bench(
             _beside(save, results).save(save)
     else:
         results = _measure(choose(points, quick=quick), quick, not no_peers, save)
-    click.echo(report(results))
+    click.echo(brief_report(results) if brief else report(results))
     if plot:
         from chord_runtime.bench.plot import plot as draw
 

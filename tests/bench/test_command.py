@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from chord_runtime.bench.cases import Case
+from chord_runtime.bench.report import brief
 from chord_runtime.bench.results import Measurement, Results
 from chord_runtime.commands.bench import bench
 from chord_runtime.errors import ChordError, KernelError, UsageError
@@ -49,6 +50,7 @@ def test_saved_results_are_shown_saved_again_and_plotted(saved: Path, tmp_path: 
     assert "### Masked decode, EP8: gate_up" in result.output
     assert f"plotted: {tmp_path / 'plot.png'}, {tmp_path / 'plot.svg'}" in result.output
     assert (tmp_path / "copy.json").read_text() == saved.read_text()
+    assert run("--from", saved, "--brief").output == brief(sample()) + "\n"
 
 
 def test_several_files_are_shown_together(saved: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def test_png_and_svg_with_every_panel(tmp_path: Path) -> None:
     text = svg.read_text()
     for words in ("Masked decode, EP8", "Indexed, TP8", "rows per expert", "humming", "published", "floor"):
         assert f"<!-- {words}" in text or words in text
+    assert "<!-- 1.16" in text, "speed-ups stand at the points"
     assert text == plot(sample(), tmp_path / "again")[1].read_text(), "the same numbers give the same file"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chord_runtime.bench.cases import case_of
-from chord_runtime.bench.report import compare, report, table
+from chord_runtime.bench.report import brief, compare, report, table
 from chord_runtime.bench.results import Measurement, Results, geometric_mean, measurement
 from chord_runtime.bench.timing import Timing
 from chord_runtime.errors import UsageError
@@ -54,7 +54,19 @@ def test_speedup_is_the_least_of_times_taken_alike() -> None:
     expected = math.exp(sum(math.log(value) for value in speedups if value) / len(MEASURED))
     assert results.mean_speedup(results.cases) == pytest.approx(expected)
     assert cells(report(results), "all", "Speed-up over the better")[1:3] == ["12", f"{expected:.2f} ×"]
-    assert "least at decode/gate_up/20" in report(results)
+    assert f"12 points, geometric mean {expected:.2f} ×, least 1.01 × at decode/gate_up/20" in report(results)
+
+
+def test_brief_has_a_row_for_each_operation_and_projection() -> None:
+    header, _, *rows = brief(sample()).split("\n\n")[0].splitlines()
+    assert len(rows) == len({key.rpartition("/")[0] for key in MEASURED})
+    assert [cell.strip() for cell in header.split("|")[3:7]] == [
+        "Chord µs", "Chord alone µs", "humming µs", "novitalabs/chord (published) µs"
+    ]  # fmt: skip
+    assert [cell.strip() for cell in rows[0].split("|")[1:-1]] == [
+        "masked gate_up", "8 / 32 rows per expert", "207 / 254", "197 / 241", "241 / 345", "249 / 329", "1.16 / 1.36"
+    ]  # fmt: skip
+    assert "12 points" in brief(sample())
 
 
 def test_what_was_recorded_elsewhere_is_held_against_chord_alone() -> None:
