@@ -7,8 +7,10 @@ set -euo pipefail
 folder=$(realpath "$1") what=$2 out=$(realpath "${3:-.}")
 cd "$(dirname "$0")/../../.."
 site=${TMPDIR:-/tmp}/chord-vllm-site
+mkdir -p "$site"
+exec 9>"$site/lock"
+flock 9
 if [ ! -e "$site/ready" ]; then
-  mkdir -p "$site"
   tar -C "$site" -xJf "$folder"/*.tar.xz
   for wheel in "$folder"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
   # What installing this checkout would do: the plugin's entry point, and the packer.
@@ -22,6 +24,9 @@ if [ ! -e "$site/ready" ]; then
   c++ -std=c++17 -O3 -fno-math-errno -shared -fPIC -I"$include" csrc/pack/pack.cpp -o "chord_runtime/format/_pack$suffix"
   touch "$site/ready"
 fi
+exec 9>&-
+# On some hosts a program that uses NVLink multicast can harm others.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
 export PYTHONPATH=$PWD:$site HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
 export VLLM_ALLOW_INSECURE_SERIALIZATION=1 # the scripts ask the engines for their peak memory
 python3 -m "tests.vllm.h200.$what" "$out" 2>&1 | tee "$out/$what.log"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from tests.checkpoints import IGNORE, PROJECTIONS, quantization_block, side_file
 HIDDEN, INTERMEDIATE, DENSE, VOCABULARY, HEADS = 7168, 2048, 18432, 32768, 64
 Q_LORA, KV_LORA, NOPE, ROPE, VALUE = 1536, 512, 128, 64, 128
 DEVICE = "cuda"
+THREADS = 6
+"""Files written at a time."""
 
 
 def convert(source: Path, out: Path, *options: str) -> Path:
@@ -31,13 +34,18 @@ def write(out: Path, moe_layers: int, experts: int) -> Path:
     """One dense layer and ``moe_layers`` with ``experts`` experts each (48: the share of a rank of eight)."""
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
     index: dict[str, str] = {}
-    for number, group in enumerate([_rest(), *(_layer(layer, experts) for layer in range(moe_layers + 1))]):
+
+    def save(number: int) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(number)
+        group = _layer(generator, number - 1, experts) if number else _rest(generator)
         tensors = {name: tensor.cpu() for name, tensor in group}
         file = f"model-{number + 1:05d}-of-{moe_layers + 2:06d}.safetensors"
         save_file(tensors, out / file)
-        index |= dict.fromkeys(tensors, file)
+        index.update(dict.fromkeys(tensors, file))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(save, range(moe_layers + 2)))
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (out / "config.json").write_text(json.dumps(_config(moe_layers, experts), indent=1))
     side_files(out)
@@ -45,44 +53,49 @@ def write(out: Path, moe_layers: int, experts: int) -> Path:
     return out
 
 
-def _dense(name: str, rows: int, columns: int) -> tuple[str, torch.Tensor]:
-    return f"{name}.weight", torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) * columns**-0.5
+def _dense(generator: torch.Generator, name: str, rows: int, columns: int) -> tuple[str, torch.Tensor]:
+    normal = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    return f"{name}.weight", normal * columns**-0.5
 
 
 def _ones(name: str, size: int) -> tuple[str, torch.Tensor]:
     return f"{name}.weight", torch.ones(size, dtype=torch.bfloat16)
 
 
-def _rest() -> Iterator[tuple[str, torch.Tensor]]:
-    yield _dense("lm_head", VOCABULARY, HIDDEN)
-    yield "model.embed_tokens.weight", torch.randn(VOCABULARY, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
+def _rest(generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    yield _dense(generator, "lm_head", VOCABULARY, HIDDEN)
+    embedding = torch.randn(VOCABULARY, HIDDEN, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    yield "model.embed_tokens.weight", embedding
     yield _ones("model.norm", HIDDEN)
 
 
-def _layer(number: int, experts: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _layer(generator: torch.Generator, number: int, experts: int) -> Iterator[tuple[str, torch.Tensor]]:
     name = f"model.layers.{number}"
     yield _ones(f"{name}.input_layernorm", HIDDEN)
     yield _ones(f"{name}.post_attention_layernorm", HIDDEN)
-    yield _dense(f"{name}.self_attn.q_a_proj", Q_LORA, HIDDEN)
+    yield _dense(generator, f"{name}.self_attn.q_a_proj", Q_LORA, HIDDEN)
     yield _ones(f"{name}.self_attn.q_a_layernorm", Q_LORA)
-    yield _dense(f"{name}.self_attn.q_b_proj", HEADS * (NOPE + ROPE), Q_LORA)
-    yield _dense(f"{name}.self_attn.kv_a_proj_with_mqa", KV_LORA + ROPE, HIDDEN)
+    yield _dense(generator, f"{name}.self_attn.q_b_proj", HEADS * (NOPE + ROPE), Q_LORA)
+    yield _dense(generator, f"{name}.self_attn.kv_a_proj_with_mqa", KV_LORA + ROPE, HIDDEN)
     yield _ones(f"{name}.self_attn.kv_a_layernorm", KV_LORA)
-    yield _dense(f"{name}.self_attn.kv_b_proj", HEADS * (NOPE + VALUE), KV_LORA)
-    yield _dense(f"{name}.self_attn.o_proj", HIDDEN, HEADS * VALUE)
+    yield _dense(generator, f"{name}.self_attn.kv_b_proj", HEADS * (NOPE + VALUE), KV_LORA)
+    yield _dense(generator, f"{name}.self_attn.o_proj", HIDDEN, HEADS * VALUE)
     if number == 0:
-        yield from (_dense(f"{name}.mlp.{p}", *_shape(p, DENSE)) for p in PROJECTIONS)
+        yield from (_dense(generator, f"{name}.mlp.{p}", *_shape(p, DENSE)) for p in PROJECTIONS)
         return
-    yield _dense(f"{name}.mlp.gate", experts, HIDDEN)
+    yield _dense(generator, f"{name}.mlp.gate", experts, HIDDEN)
     yield f"{name}.mlp.gate.e_score_correction_bias", torch.zeros(experts)
-    yield from (_dense(f"{name}.mlp.shared_experts.{p}", *_shape(p, INTERMEDIATE)) for p in PROJECTIONS)
+    yield from (_dense(generator, f"{name}.mlp.shared_experts.{p}", *_shape(p, INTERMEDIATE)) for p in PROJECTIONS)
     for expert in range(experts):
         for projection in PROJECTIONS:
             rows, columns = _shape(projection, INTERMEDIATE)
             module = f"{name}.mlp.experts.{expert}.{projection}"
-            words = torch.randint(-(2**31), 2**31, (rows, columns // 8), device=DEVICE, dtype=torch.int32)
+            words = torch.randint(
+                -(2**31), 2**31, (rows, columns // 8), device=DEVICE, dtype=torch.int32, generator=generator
+            )
             # Codes are uniform in -8..7, so that scales of 0.217 / sqrt(K) give weights of variance 1 / K.
-            scale = (0.5 + torch.rand(rows, columns // 32, device=DEVICE)) * 0.217 * columns**-0.5
+            spread = 0.5 + torch.rand(rows, columns // 32, device=DEVICE, generator=generator)
+            scale = spread * 0.217 * columns**-0.5
             yield f"{module}.weight_packed", words
             yield f"{module}.weight_scale", scale.bfloat16()
             yield f"{module}.weight_shape", torch.tensor([rows, columns], dtype=torch.int32)

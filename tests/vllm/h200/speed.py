@@ -1,13 +1,17 @@
 """Chord against vLLM's default backend on a slice of Kimi K2, in turns: speed.py OUT [moe layers=4] [experts=48].
 
-Both engines stay up on one GPU, each in its own process, and take turns at every point, so that clocks and temperature
-are shared. The default serves the INT4 checkpoint, Chord the directory that chord-convert made of it.
+Both engines start at the same time, with empty caches, and stay up on one GPU; they take turns at every point, so that
+clocks and temperature are shared. The default serves the INT4 checkpoint, Chord the directory that chord-convert made
+of it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,117 +20,105 @@ from typing import Any
 
 import torch
 
+from tests.vllm.h200 import engine
 from tests.vllm.h200 import slice as kimi
+from tests.vllm.h200.engine import Engine, Prompts
 
-PREFILL = ((1, 1024), (1, 4096), (2, 4096), (4, 4096), (16, 2048))
+PREFILL = ((1, 1024), (1, 2048), (1, 4096), (2, 4096), (4, 4096), (16, 2048))
 """(prompts, tokens of each)."""
 DECODE = (1, 8, 32, 64, 128)
 REPEATS = 5
 SHORT, LONG = 8, 72
 """Tokens generated; a decode step is the difference divided by their distance."""
+START_LIMIT_S = 300
 
 
-def start(name: str, model: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Start an engine; returns it and what its start cost."""
-    from vllm import LLM
-
-    began = time.perf_counter()
-    llm = LLM(
-        str(model),
-        dtype="bfloat16",
-        max_model_len=8192,
-        max_num_seqs=128,
-        max_num_batched_tokens=16384,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.42,
-        disable_log_stats=True,
-        **options,
-    )
-    seconds = time.perf_counter() - began
-    peak, reserved = llm.collective_rpc(_memory)[0]
-    print(f"{name}: started in {seconds:.1f} s, peak memory {peak / 1e9:.2f} GB, reserved {reserved / 1e9:.2f} GB")
-    return llm, {"start_s": seconds, "peak_bytes": peak, "reserved_bytes": reserved}
-
-
-def _memory(worker: Any) -> tuple[int, int]:
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-
-
-def prompts(number: int, length: int) -> list[dict[str, list[int]]]:
+def prompts(number: int, length: int) -> Prompts:
     """Random text."""
     generator = torch.Generator().manual_seed(number * length)
     return [{"prompt_token_ids": torch.randint(0, 250, (length,), generator=generator).tolist()} for _ in range(number)]
 
 
-def generate(llm: Any, asked: list[dict[str, list[int]]], tokens: int, **sampling: Any) -> tuple[float, Any]:
-    """Seconds, and the answers."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
-    began = time.perf_counter()
-    answers = llm.generate(asked, parameters, use_tqdm=False)
-    return time.perf_counter() - began, answers
-
-
-def measure(engines: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Seconds of every point, median of ``REPEATS``, engines in turns."""
-    results: dict[str, dict[str, float]] = {}
+def measure(engines: list[Engine], results: dict[str, dict[str, float]]) -> None:
+    """Put seconds of every point into ``results``: median of ``REPEATS``, engines in turns."""
     for number, length in PREFILL:
         asked = prompts(number, length)
-        for llm in engines.values():
-            generate(llm, asked, 1)
-        turns = [{name: generate(llm, asked, 1)[0] for name, llm in engines.items()} for _ in range(REPEATS)]
-        results[f"prefill {number}x{length}"] = {name: median(turn[name] for turn in turns) for name in engines}
+        for one in engines:
+            one.call(engine.generate, asked, 1)
+        turns = [{one.name: one.call(engine.generate, asked, 1) for one in engines} for _ in range(REPEATS)]
+        results[f"prefill {number}x{length}"] = {one.name: median(turn[one.name] for turn in turns) for one in engines}
     for batch in DECODE:
         asked = prompts(batch, 32)
-        for llm in engines.values():
-            generate(llm, asked, SHORT)
-        turns = [
-            {name: generate(llm, asked, LONG)[0] - generate(llm, asked, SHORT)[0] for name, llm in engines.items()}
-            for _ in range(REPEATS)
-        ]
-        step = {name: median(turn[name] for turn in turns) / (LONG - SHORT) for name in engines}
+        for one in engines:
+            one.call(engine.generate, asked, SHORT)
+        turns = [{one.name: _difference(one, asked) for one in engines} for _ in range(REPEATS)]
+        step = {one.name: median(turn[one.name] for turn in turns) / (LONG - SHORT) for one in engines}
         results[f"decode batch {batch}"] = step
-    return results
 
 
-def repeatable(llm: Any) -> bool:
+def _difference(one: Engine, asked: Prompts) -> float:
+    longer: float = one.call(engine.generate, asked, LONG)
+    return longer - one.call(engine.generate, asked, SHORT)  # type: ignore[no-any-return]
+
+
+def repeatable(one: Engine) -> bool:
     """Whether decoding in CUDA graphs gives the same tokens and the same log-probabilities twice, bit for bit."""
     asked = prompts(32, 64)
-    first, second = (
-        [
-            [(token, [(key, value.logprob) for key, value in step.items()])
-             for token, step in zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True)]
-            for answer in generate(llm, asked, 32, logprobs=5)[1]
-        ]
-        for _ in range(2)
-    )  # fmt: skip
-    return first == second
+    first, second = (one.call(engine.answers, asked, 32, 5) for _ in range(2))
+    return bool(first == second)
+
+
+def files(directory: Path) -> int:
+    """Bytes of a model's tensors."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def main(out: Path, moe_layers: int, experts: int) -> None:
     """Write, convert, start, measure, print and save."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what was measured is saved even so
     work = Path(os.environ.get("CHORD_WORK", "/tmp/chord-speed"))
     source = kimi.write(work / "source", moe_layers, experts)
     began = time.perf_counter()
-    packed = kimi.convert(source, work / "packed")
+    packed = kimi.convert(source, work / "packed", "--workers", "8")
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "moe_layers": moe_layers,
         "experts": experts,
         "convert_s": time.perf_counter() - began,
+        "file_bytes": {"default": files(source), "chord": files(packed)},
     }
-    engines = {}
-    for name, model, options in (("default", source, {}), ("chord", packed, {"load_format": "chord"})):
-        engines[name], report[name] = start(name, model, **options)
-    report["points"] = measure(engines)
-    report["repeatable"] = {name: repeatable(llm) for name, llm in engines.items()}
+    torch.cuda.empty_cache()
+    engines = [
+        Engine("default", source, work / "default"),
+        Engine("chord", packed, work / "chord", load_format="chord"),
+    ]
+    try:
+        for one in engines:
+            report[one.name] = one.result(START_LIMIT_S)
+            print(one.name, report[one.name], flush=True)
+        report["points"] = {}
+        measure(engines, report["points"])
+        for one in engines:
+            report[one.name] |= {"peak_bytes": one.call(engine.peak), "repeatable": repeatable(one)}
+        report["read"] = re.findall(r"Chord read this rank's .*", engines[1].log.read_text())
+    finally:
+        (out / "speed.json").write_text(json.dumps(report, indent=1))  # what there is, if it was interrupted
+        logs = ["default/default.log", "chord/chord.log"]
+        subprocess.run(["tar", "-C", work, "-czf", out / "speed-logs.tgz", *logs], check=False)
+        for one in engines:
+            one.stop()
+    show(report)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the tables."""
     print(f"{'point':20} {'default':>12} {'chord':>12} {'faster by':>10}")
     for point, seconds in report["points"].items():
         gain = seconds["default"] / seconds["chord"] - 1
         print(f"{point:20} {seconds['default'] * 1e3:9.3f} ms {seconds['chord'] * 1e3:9.3f} ms {gain:9.1%}")
-    print("decode repeated bit for bit:", report["repeatable"])
-    (out / "speed.json").write_text(json.dumps(report, indent=1))
+    for name in ("default", "chord"):
+        print(name, report[name], "bytes of files:", report["file_bytes"][name])
+    print(*report["read"], sep="\n")
 
 
 if __name__ == "__main__":
