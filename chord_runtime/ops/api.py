@@ -29,7 +29,7 @@ from torch import Tensor
 
 from chord_runtime.errors import ModeError, UsageError
 from chord_runtime.format.layout import Mode
-from chord_runtime.ops import library  # noqa: F401 - registers torch.ops.chord
+from chord_runtime.ops import library
 from chord_runtime.ops import validate as values
 from chord_runtime.ops.pack import pack_w4a16_grouped
 from chord_runtime.ops.validate import RUN_ROWS
@@ -38,8 +38,6 @@ from chord_runtime.ops.weight import PackedWeight
 __all__ = ["Activation", "contiguous", "indexed", "masked", "pack_w4a16_grouped"]
 
 Activation = Literal["swiglu"]
-
-_OPS = torch.ops.chord
 
 
 def contiguous(
@@ -70,11 +68,11 @@ def contiguous(
         )
     rows = a.shape[0]
     out, swiglu = _prepare(a, w, rows, activation, row_weight, out)
-    _routing("m_indices", m_indices, rows, a)
+    _routing("m_indices", m_indices, rows, w.device)
     if _reads_values(validate, a):
         values.contiguous(m_indices, w.num_experts)
     if rows:
-        _OPS.contiguous(a, w.data, m_indices, row_weight, out, w.n, w.interleaved, swiglu)
+        library.contiguous(a, w.data, m_indices, row_weight, out, w.n, w.interleaved, swiglu)
     return out
 
 
@@ -103,17 +101,18 @@ def masked(
     """
     check_weight(Mode.MASKED, w)
     groups = w.num_experts
-    rows = a.shape[:-1].numel()
-    if not (a.shape[0] == groups if a.dim() == 3 else a.dim() == 2 and rows % groups == 0):
+    shape = a.shape
+    rows = shape[0] * shape[1] if len(shape) == 3 else shape[0] if len(shape) == 2 else 0
+    if not (shape[0] == groups if len(shape) == 3 else len(shape) == 2 and rows % groups == 0):
         raise UsageError(
             f"a must be [G, max_m, K] or [G·max_m, K] with G = {groups}, the weight's experts; found {list(a.shape)}"
         )
     out, swiglu = _prepare(a, w, rows, activation, row_weight, out)
-    _routing("masked_m", masked_m, groups, a)
+    _routing("masked_m", masked_m, groups, w.device)
     if _reads_values(validate, a):
         values.masked(masked_m, rows // groups)
     if rows:
-        _OPS.masked(a, w.data, masked_m, expected_m, row_weight, out, w.n, w.interleaved, swiglu)
+        library.masked(a, w.data, masked_m, expected_m, row_weight, out, w.n, w.interleaved, swiglu)
     return out
 
 
@@ -159,13 +158,13 @@ def indexed(
         check_block_size(block_size)
     rows = x.shape[0] * top_k
     out, swiglu = _prepare(x, w, rows, activation, topk_weights, out)
-    _routing("sorted_ids", sorted_ids, None, x)
-    _routing("expert_ids", expert_ids, None, x)
-    _routing("num_tokens_padded", num_tokens_padded, 1, x)
+    _routing("sorted_ids", sorted_ids, None, w.device)
+    _routing("expert_ids", expert_ids, None, w.device)
+    _routing("num_tokens_padded", num_tokens_padded, 1, w.device)
     if _reads_values(validate, x):
         values.indexed(sorted_ids, expert_ids, num_tokens_padded, block_size, rows, w.num_experts)
     if rows:
-        _OPS.indexed(
+        library.indexed(
             x, w.data, sorted_ids, expert_ids, num_tokens_padded, top_k, block_size, topk_weights, out,
             w.n, w.interleaved, swiglu, expected_m or 0,
         )  # fmt: skip
@@ -190,15 +189,15 @@ def check_weight(mode: Mode, w: PackedWeight) -> None:
 def check_rows(rows: Tensor, w: PackedWeight) -> None:
     """Raise UsageError unless ``rows`` can be multiplied by ``w``."""
     fits = rows.dtype is torch.bfloat16 or (rows.dtype is torch.float32 and rows.is_cpu)
-    if not fits or rows.shape[-1] != w.k or not rows.is_contiguous() or rows.device != w.data.device:
+    if not fits or rows.shape[-1] != w.k or not rows.is_contiguous() or rows.device != w.device:
         raise UsageError(
-            f"rows must be contiguous bfloat16 […, {w.k}] on {w.data.device}, where the weight is; found {_found(rows)}"
+            f"rows must be contiguous bfloat16 […, {w.k}] on {w.device}, where the weight is; found {_found(rows)}"
         )
 
 
 def check_out(out: Tensor, shape: tuple[int, int], rows: Tensor) -> None:
     """Raise UsageError unless results of ``rows`` can be written to ``out``."""
-    if out.dtype is not rows.dtype or tuple(out.shape) != shape or not out.is_contiguous() or out.device != rows.device:
+    if out.dtype is not rows.dtype or out.shape != shape or not out.is_contiguous() or out.device != rows.device:
         raise UsageError(
             f"out must be contiguous {_name(rows.dtype)} {list(shape)} on {rows.device}; found {_found(out)}"
         )
@@ -220,7 +219,7 @@ def _prepare(
 ) -> tuple[Tensor, bool]:
     """Check what the modes share; returns ``out`` and whether SwiGLU is asked for. One pass of cheap comparisons."""
     check_rows(rows, w)
-    device = rows.device
+    device = w.device
     if activation is not None and (activation != "swiglu" or not w.interleaved):
         raise UsageError(
             f"activation {activation!r} on a weight in row order {w.row_order.value}: supported are None, and 'swiglu' "
@@ -240,16 +239,16 @@ def _prepare(
     return out, activation is not None
 
 
-def _routing(name: str, tensor: Tensor, length: int | None, rows: Tensor) -> None:
+def _routing(name: str, tensor: Tensor, length: int | None, device: torch.device) -> None:
     if (
         tensor.dtype is not torch.int32
         or tensor.dim() != 1
-        or (length is not None and tensor.shape[0] != length)
+        or (length is not None and tensor.numel() != length)
         or not tensor.is_contiguous()
-        or tensor.device != rows.device
+        or tensor.device != device
     ):
         size = "" if length is None else str(length)
-        raise UsageError(f"{name} must be contiguous int32 [{size}] on {rows.device}; found {_found(tensor)}")
+        raise UsageError(f"{name} must be contiguous int32 [{size}] on {device}; found {_found(tensor)}")
 
 
 def _found(tensor: Tensor) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from chord_runtime.errors import UsageError
@@ -24,22 +25,21 @@ class PackedWeight:
     row_order: RowOrder = RowOrder.PLAIN
     modes: tuple[Mode, ...] = ALL_MODES
     """The modes it was packed for; the operators refuse others."""
+    num_experts: int = field(init=False, repr=False, compare=False)
+    """Experts on this rank."""
+    interleaved: bool = field(init=False, repr=False, compare=False)
+    """Whether rows are gate and up, 8 by 8."""
+    device: torch.device = field(init=False, repr=False, compare=False)
+    """Where ``data`` is. These three are kept: every call asks for them, and has few microseconds."""
 
     def __post_init__(self) -> None:
         expected = packed_bytes(self.n, self.k)
         data = self.data
-        if str(data.dtype) != "torch.uint8" or data.dim() != 2 or data.shape[1] != expected or not data.is_contiguous():
+        if data.dtype is not torch.uint8 or data.dim() != 2 or data.shape[1] != expected or not data.is_contiguous():
             raise UsageError(
                 f"a packed weight of [{self.n}, {self.k}] is contiguous uint8 [experts, {expected}]; "
                 f"found {data.dtype} {list(data.shape)}"
             )
-
-    @property
-    def num_experts(self) -> int:
-        """Experts on this rank."""
-        return self.data.shape[0]
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether rows are gate and up, 8 by 8."""
-        return self.row_order is RowOrder.GATE_UP_8
+        object.__setattr__(self, "num_experts", data.shape[0])
+        object.__setattr__(self, "interleaved", self.row_order is RowOrder.GATE_UP_8)
+        object.__setattr__(self, "device", data.device)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import chord_runtime as chord
 from chord_runtime.errors import UsageError
 from chord_runtime.layer import moe_layer
+from chord_runtime.ops import library
 from tests.generators import ROUTINGS, activations, experts, layer
 
 E, N, K = 3, 128, 64
@@ -88,6 +94,59 @@ def test_exported(name: str, strict: bool) -> None:
     assert torch.equal(program.module()(A, weight), call(A, weight))
 
 
+class Quiet(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+WATCHERS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "a dispatch mode": lambda look: call_inside(Quiet(), look),
+    "fake tensors": lambda look: call_inside(FakeTensorMode(), look),
+    "the profiler": lambda look: call_inside(torch.profiler.profile(), look),
+    "make_fx": lambda look: make_fx(look)(torch.zeros(2)),
+    "vmap": lambda look: torch.vmap(look)(torch.zeros(2)),
+    "functionalize": lambda look: torch.func.functionalize(look)(torch.zeros(2)),
+    "jit.trace": lambda look: torch.jit.trace(look, torch.zeros(2), check_trace=False),
+}
+
+
+def call_inside(context: AbstractContextManager[object], look: Callable[[Tensor], Tensor]) -> None:
+    with context:
+        look(torch.zeros(2))
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_who_watches_operators_sees_them(watcher: str) -> None:
+    seen: list[bool] = []
+
+    def look(rows: Tensor) -> Tensor:
+        seen.append(library._watched())
+        return rows + 1
+
+    assert not library._watched()
+    WATCHERS[watcher](look)
+    assert seen and all(seen)
+    assert not library._watched()
+
+
+def test_only_plain_cuda_tensors_go_past_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("chord_runtime.cuda.launch", reason="the CUDA bindings are an extra")
+
+    class OnCuda(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    called: list[str] = []
+    monkeypatch.setattr(launch, "masked", lambda *args: called.append("the kernel"))
+    rows, *rest = ARGUMENTS["masked"]
+    library.masked(rows, *rest)
+    library.masked(rows.as_subclass(OnCuda), *rest)
+    assert called == [], "a CPU tensor, and a subclass that might mean something else"
+    monkeypatch.setattr(library.torch, "Tensor", OnCuda)
+    library.masked(rows.as_subclass(OnCuda), *rest)
+    assert called == ["the kernel"]
+
+
 @pytest.mark.parametrize("mode", list(chord.Mode))
 def test_a_whole_layer_compiles(mode: chord.Mode) -> None:
     torch._dynamo.reset()
@@ -122,3 +181,18 @@ def test_the_operators_can_be_seen_without_memory() -> None:
     """On the meta device nothing is computed, and nothing fails."""
     arguments = [value.to("meta") if isinstance(value, Tensor) else value for value in ARGUMENTS["contiguous"]]
     assert torch.ops.chord.contiguous(*arguments) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_way_past_the_dispatcher_does_the_same() -> None:
+    weight = replace(PACKED, data=PACKED.data.cuda())
+    rows, masked_m = A[:15].view(E, 5, K).cuda(), MASKED_M.cuda()
+    out, through = torch.zeros(2, 15, N, dtype=torch.bfloat16, device="cuda").unbind()
+    chord.masked(rows, weight, masked_m, 4, out=out)
+    torch.ops.chord.masked(rows, weight.data, masked_m, 4, None, through, N, True, False)
+    assert torch.equal(out, through) and bool(out.any())
+    traced = make_fx(lambda rows: chord.masked(rows, weight, masked_m, 4, out=torch.zeros_like(out)))(rows)
+    assert "chord.masked" in str(traced.graph)
+    with torch.profiler.profile() as profile:
+        chord.masked(rows, weight, masked_m, 4, out=out)
+    assert "chord::masked" in {event.key for event in profile.key_averages()}
