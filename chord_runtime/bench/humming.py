@@ -81,5 +81,6 @@ def compile_ahead(plans: Iterable[Plan]) -> None:
     """Compile the kernels of all plans at once, each in a process of Humming's own. Raises the first failure."""
     from humming.kernel.humming import HummingKernel
 
+    different = {(id(plan.layer), *plan.configs.values()): plan for plan in plans}.values()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda p: HummingKernel.prepare_kernels(p.layer.humming_config.to_str(), **p.configs), plans))
+        list(pool.map(lambda p: HummingKernel.prepare_kernels(p.layer.humming_config.to_str(), **p.configs), different))
