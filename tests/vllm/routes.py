@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +73,27 @@ def run(out: Path, routes: dict[str, dict[str, Any]]) -> None:
         "max_model_len": 1024,
         "max_num_seqs": 4,
     }
+    failed = []
     for name, options in routes.items():
         batched, refused = options.pop("batched", False), options.pop("refused", False)
         before = use_batched_dispatch() if batched else method.maybe_make_prepare_finalize
-        llm = None
+        llm, began = None, time.perf_counter()
         try:
             llm = LLM(**common | options)
-        except (ChordError, OSError) as error:
-            if not refused:
-                raise
-            (out / f"{name}.txt").write_text(f"{type(error).__name__}: {error}")
-        else:
             torch.save({key: answer(llm, prompt) for key, prompt in PROMPTS.items()}, out / f"{name}.pt")
+        except Exception as error:  # the other routes are run, whatever went wrong in this one
+            if refused and isinstance(error, (ChordError, OSError)):
+                (out / f"{name}.txt").write_text(f"{type(error).__name__}: {error}")
+            else:
+                traceback.print_exc()
+                failed.append(name)
+        print(f"route {name}: {time.perf_counter() - began:.1f} s", flush=True)
         method.maybe_make_prepare_finalize = before
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+    if failed:
+        sys.exit(f"routes that failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

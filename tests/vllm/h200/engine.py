@@ -68,7 +68,7 @@ def _serve(connection: Connection, home: Path, log: Path, model: str, options: d
     began = time.perf_counter()
     for name in ("XDG_CACHE_HOME", "CHORD_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ.pop(name, None)
-    os.environ["HOME"] = str(home)
+    os.environ |= {"HOME": str(home), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

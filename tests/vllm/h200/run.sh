@@ -13,6 +13,7 @@ flock 9
 if [ ! -e "$site/ready" ]; then
   tar -C "$site" -xJf "$folder"/*.tar.xz
   for wheel in "$folder"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+  python3 -m compileall -q -j 0 "$site" >/dev/null || true  # once, not in every process that starts
   # What installing this checkout would do: the plugin's entry point, and the packer.
   version=$(python3 -c 'from chord_runtime import __version__; print(__version__)')
   info=$site/chord_moe-$version.dist-info

@@ -1,4 +1,7 @@
-"""A slice of Kimi K2 with real dimensions: random weights written from the GPU, and their conversion."""
+"""A slice of Kimi K2 with real dimensions, random weights written from the GPU, and its conversion.
+
+python -m tests.vllm.h200.slice FOLDER [moe layers=4] [experts=48]      makes FOLDER/source and FOLDER/packed
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,14 @@ def convert(source: Path, out: Path, *options: str) -> Path:
     command = [sys.executable, "-c", call, str(source), "-o", str(out), "--ep", "1", *options]
     subprocess.run(command, check=True)
     return out
+
+
+def prepare(folder: Path, moe_layers: int = 4, experts: int = 48) -> tuple[Path, Path]:
+    """``source`` and ``packed`` in ``folder``, as they are if they were finished before."""
+    source, packed = folder / "source", folder / "packed"
+    if not (packed / "chord-manifest.json").exists():
+        convert(write(source, moe_layers, experts), packed, "--workers", "8")
+    return source, packed
 
 
 def write(out: Path, moe_layers: int, experts: int) -> Path:
@@ -124,3 +135,7 @@ def _config(moe_layers: int, experts: int) -> dict[str, object]:
         "use_cache": True, "v_head_dim": VALUE, "vocab_size": VOCABULARY,
         "quantization_config": quantization_block(IGNORE),
     }  # fmt: skip
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]), *(int(value) for value in sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Chord against vLLM's default backend on a slice of Kimi K2, in turns: speed.py OUT [moe layers=4] [experts=48].
+"""Chord against vLLM's default backend on a slice of Kimi K2, in turns: speed.py OUT.
 
 Both engines start at the same time, with empty caches, and stay up on one GPU; they take turns at every point, so that
 clocks and temperature are shared. The default serves the INT4 checkpoint, Chord the directory that chord-convert made
@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,21 +72,15 @@ def files(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-def main(out: Path, moe_layers: int, experts: int) -> None:
-    """Write, convert, start, measure, print and save."""
+def main(out: Path) -> None:
+    """Start, measure, print and save."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what was measured is saved even so
     work = Path(os.environ.get("CHORD_WORK", "/tmp/chord-speed"))
-    source = kimi.write(work / "source", moe_layers, experts)
-    began = time.perf_counter()
-    packed = kimi.convert(source, work / "packed", "--workers", "8")
+    source, packed = kimi.prepare(work)
     report: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
-        "moe_layers": moe_layers,
-        "experts": experts,
-        "convert_s": time.perf_counter() - began,
         "file_bytes": {"default": files(source), "chord": files(packed)},
     }
-    torch.cuda.empty_cache()
     engines = [
         Engine("default", source, work / "default"),
         Engine("chord", packed, work / "chord", load_format="chord"),
@@ -122,4 +115,4 @@ def show(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(int(value) for value in (*sys.argv[2:], "4", "48")[:2]))
+    main(Path(sys.argv[1]))

@@ -2,13 +2,14 @@
 
 Activations are BF16 here, so two correct implementations differ, and now and then a token is routed to another expert.
 What is required: Chord is as near to Transformers in FP32 as the default backend is, and its routes agree bit for bit.
-All routes run at once, each in its own process, on the last GPU; two ranks where there are two GPUs.
+Several processes run them at once, on the last GPU; two ranks where there are two GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -35,52 +36,63 @@ class Route:
 
     kind: str
     options: dict[str, Any]
-    opt_in: bool = False
     same_bits: bool = True
     """Whether they are those of ``packed``: not where vLLM sums over experts or ranks, in BF16."""
 
 
-def routes(source: str, packed: str, contiguous: str, tp2: str, gpus: int) -> dict[str, Route]:
-    """All routes by name. Graphs take long to start, so they run the routes that differ in them."""
-    eager: dict[str, Route] = {
-        "packed": Route("eager", {"model": packed}),
-        "own loader": Route("eager", {"model": packed, "load_format": "chord"}),
-        "contiguous": Route("eager", {"model": contiguous}),
-        "by name": Route("eager", {"model": source, "quantization": "chord"}),
-        "batched": Route("eager", {"model": packed, "batched": True}, same_bits=False),
-        "nothing said": Route("eager", {"model": source}, opt_in=True),
-        "as humming": Route("eager", {"model": source, "quantization": "humming"}, opt_in=True),
-        "moe_backend": Route("eager", {"model": source, "kernel_config": {"moe_backend": "humming"}}, opt_in=True),
-    }
-    if gpus > 1:
-        two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, "load_format": "chord"}
-        eager["two ranks by expert"] = Route(
-            "eager", {"model": packed, "enable_expert_parallel": True, **two}, same_bits=False
-        )
-        eager["two ranks by slice"] = Route("eager", {"model": tp2, **two}, same_bits=False)
-    graphs = {
-        "packed": Route("graphs", {"model": packed}),
-        "contiguous": Route("graphs", {"model": contiguous}),
-        "nothing said": Route("graphs", {"model": source}, opt_in=True),
-    }
-    default = {f"default {kind}": Route(kind, {"model": source}, same_bits=False) for kind in KINDS}
-    ours = {f"{name} {route.kind}": route for group in (eager, graphs) for name, route in group.items()}
-    return default | ours
+Routes = dict[str, Route]
 
 
-def start(work: Path, name: str, route: Route, gpu: int) -> subprocess.Popen[bytes]:
-    """Start the process that answers through one route; its log is beside its answers."""
-    asked = json.dumps({name: {**route.options, **KINDS[route.kind]}})
+def routes(source: str, packed: str, contiguous: str, tp2: str) -> dict[str, Routes]:
+    """Routes by process; a process named ``opt-in …`` has CHORD_VLLM=1, one named ``two ranks …`` needs two GPUs.
+
+    Graphs take long to start, so they run the routes that differ in them.
+    """
+    by_humming = {"kernel_config": {"moe_backend": "humming"}}
+    two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, "load_format": "chord"}
+    return {
+        "default": {
+            "default eager": Route("eager", {"model": source}, same_bits=False),
+            "default graphs": Route("graphs", {"model": source}, same_bits=False),
+        },
+        "eager": {
+            "packed eager": Route("eager", {"model": packed}),
+            "own loader eager": Route("eager", {"model": packed, "load_format": "chord"}),
+            "contiguous eager": Route("eager", {"model": contiguous}),
+            "by name eager": Route("eager", {"model": source, "quantization": "chord"}),
+            "batched eager": Route("eager", {"model": packed, "batched": True}, same_bits=False),
+        },
+        "graphs": {
+            "packed graphs": Route("graphs", {"model": packed}),
+            "contiguous graphs": Route("graphs", {"model": contiguous}),
+        },
+        "opt-in eager": {
+            "nothing said eager": Route("eager", {"model": source}),
+            "as humming eager": Route("eager", {"model": source, "quantization": "humming"}),
+            "moe_backend eager": Route("eager", {"model": source, **by_humming}),
+        },
+        "opt-in graphs": {"nothing said graphs": Route("graphs", {"model": source})},
+        "two ranks by expert": {
+            "by expert eager": Route("eager", {"model": packed, "enable_expert_parallel": True, **two}, same_bits=False)
+        },
+        "two ranks by slice": {"by slice eager": Route("eager", {"model": tp2, **two}, same_bits=False)},
+    }
+
+
+def start(work: Path, process: str, group: Routes, gpu: int) -> subprocess.Popen[bytes]:
+    """Start a process that answers through some routes, one after the other; its log is beside its answers."""
+    asked = json.dumps({name: {**route.options, **KINDS[route.kind]} for name, route in group.items()})
     environment = {
         **os.environ,
-        "CHORD_VLLM": str(int(route.opt_in)),
+        "CHORD_VLLM": str(int(process.startswith("opt-in"))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
     }
-    if "tensor_parallel_size" not in route.options:
+    if not process.startswith("two ranks"):
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    with (work / f"{name}.log").open("wb") as log:
+    with (work / f"{process}.log").open("wb") as log:
         command = [sys.executable, "-m", "tests.vllm.routes", str(work), asked]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -89,30 +101,30 @@ def main(out: Path) -> int:
     """Run all routes; returns the number of requirements not met."""
     began = time.monotonic()
     work = Path("/tmp/chord-tiny")
+    shutil.rmtree(work, ignore_errors=True)
     source = model.write(work / "source")
     packed = convert(source, work / "packed")
     contiguous = convert(source, work / "contiguous", "--mode", "contiguous")
     tp2 = convert(source, work / "tp2", "--tp", "2")
     gpus = torch.cuda.device_count()
-    chosen = routes(str(source), str(packed), str(contiguous), str(tp2), gpus)
-    running = {name: start(work, name, route, gpus - 1) for name, route in chosen.items()}
-    answers, problems = {}, []
-    for name, process in running.items():
+    groups = routes(str(source), str(packed), str(contiguous), str(tp2))
+    groups = {process: group for process, group in groups.items() if gpus > 1 or not process.startswith("two ranks")}
+    running = {process: start(work, process, group, gpus - 1) for process, group in groups.items()}
+    for process, handle in running.items():
         try:
-            code: int | str = process.wait(max(1.0, began + LIMIT_S - time.monotonic()))
+            handle.wait(max(0.1, began + LIMIT_S - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = f"killed after {LIMIT_S} s"
-        if code == 0:
-            answers[name] = torch.load(work / f"{name}.pt")
-        else:
-            lines = (work / f"{name}.log").read_text(errors="replace").splitlines()
-            print(f"--- {name}: {code}", *lines[-40:], sep="\n")
-            problems.append(f"{name} did not answer: {code}")
+            handle.kill()
+        if handle.returncode != 0:
+            log = (work / f"{process}.log").read_text(errors="replace").splitlines()
+            print(f"--- {process}: exit status {handle.returncode}", *log[-40:], sep="\n")
+    subprocess.run(["tar", "-C", work, "-czf", out / "tiny-logs.tgz", *(f"{p}.log" for p in groups)], check=True)
+    chosen = {name: route for group in groups.values() for name, route in group.items()}
+    answers = {name: torch.load(work / f"{name}.pt") for name in chosen if (work / f"{name}.pt").exists()}
     print(f"{len(answers)} of {len(chosen)} routes answered within {time.monotonic() - began:.0f} s")
+    problems = [f"{name} did not answer" for name in chosen if name not in answers]
     problems += report(out, source, chosen, answers)
     print("\n".join(problems) or "all routes as required")
-    subprocess.run(["tar", "-C", work, "-czf", out / "tiny-logs.tgz", *(f"{name}.log" for name in chosen)], check=True)
     return len(problems)
 
 
