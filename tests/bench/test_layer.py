@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from chord_runtime.bench import layer as bench
 from chord_runtime.bench.layer_peers import weighted_sum
 from chord_runtime.bench.results import Measurement
+from chord_runtime.bench.run import Needed
 from chord_runtime.bench.timing import Timing
 from chord_runtime.commands.bench import bench as command
 from chord_runtime.errors import KernelError, UsageError
@@ -113,6 +115,47 @@ def test_report_and_file(tmp_path: Path) -> None:
     path.write_text('{"format": 1}')
     with pytest.raises(UsageError, match="format 1"):
         bench.LayerResults.load(path)
+
+
+def test_files_are_shown_together_in_the_order_of_tokens(tmp_path: Path) -> None:
+    all_points = results().points
+    late, early = ({key: all_points["ep8/1"]} for key in ("ep8/64", "ep8/2"))
+    for name, points in (("a", late), ("b", early)):
+        replace(results(), points=points).save(tmp_path / f"{name}.json")
+    files = ["--from", str(tmp_path / "a.json"), "--from", str(tmp_path / "b.json")]
+    shown = CliRunner().invoke(command, ["--layer", *files, "--save", str(tmp_path / "both.json")])
+    assert shown.exit_code == 0
+    assert shown.output.index("| 2 ") < shown.output.index("| 64 ")
+    assert set(bench.LayerResults.load(tmp_path / "both.json").points) == {"ep8/2", "ep8/64"}
+
+
+def test_every_point_is_saved_when_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(cases: list[bench.LayerCase], *_args: object) -> dict[str, Measurement]:
+        _args[-1](cases[0], results().points["ep8/1"])  # type: ignore[operator]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("chord_runtime.bench.timing.CudaTimer", lambda: None)
+    monkeypatch.setattr("chord_runtime.bench.run.machine", lambda: {"device": "a card"})
+    monkeypatch.setattr(bench, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(bench, "measure", measure)
+    stopped = CliRunner().invoke(command, ["--layer", "--points", "ep8", "--save", str(tmp_path / "layer.json")])
+    assert stopped.exit_code == 1
+    assert set(bench.LayerResults.load(tmp_path / "layer.json").points) == {"ep8/1"}
+
+
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[Needed] = []
+    monkeypatch.setattr(bench, "compile_kernels", needed.extend)
+    bench.compile_ahead(bench.choose(["ep8/64"]), [Peer()])
+    # 64 tokens choose 512 of 384 experts; contiguous has room for every choice, padded to runs of 128.
+    padded = (512 + 48 * 127) // 128 * 128 // 48
+    assert needed == [
+        Needed(Mode.INDEXED, 4096, 7168, 48, 2, "swiglu"),
+        Needed(Mode.INDEXED, 7168, 2048, 48, 2, "plain"),
+        Needed(Mode.CONTIGUOUS, 4096, 7168, 48, padded, "swiglu"),
+        Needed(Mode.CONTIGUOUS, 7168, 2048, 48, padded, "plain"),
+    ]
 
 
 def test_command_refuses() -> None:
