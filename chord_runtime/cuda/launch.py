@@ -31,6 +31,9 @@ from chord_runtime.format.block import BLOCK_K, STRIP_ROWS, packed_bytes
 _CACHE_LIMIT = 4096
 _PORTABLE_BLOCKS, _PORTABLE_THREADS = 8, 128  # a multiprocessor, a block
 
+_MOST_ELEMENTS = 2**32 // 2
+"""Of gathered activations: kernels reach their rows by 32-bit offsets in bytes (csrc/chord/gather.cuh)."""
+
 _TILED = Parameters("TQQQQiiii")
 _GATHERED = Parameters("QQQQQQQiiiiii")
 
@@ -73,13 +76,14 @@ def contiguous(
     experts = w.shape[0]
     if not m:
         return
-    kernel = _kernel("contiguous", a, w, n, k, m // max(experts, 1), gate_up, swiglu, tile)
+    start, weights = a.data_ptr(), w.data_ptr()
+    kernel = _kernel("contiguous", a, w, start | weights, experts, n, k, m // max(experts, 1), gate_up, swiglu, tile)
     weight = 0 if row_weight is None else row_weight.data_ptr()
-    pointers = (w.data_ptr(), m_indices.data_ptr(), weight, out.data_ptr())
+    pointers = (weights, m_indices.data_ptr(), weight, out.data_ptr())
     if kernel.name == "portable":
         _launch_portable(kernel, a, pointers, 0, 0, experts, m, 1, select.RUN_ROWS, n, k)
     else:
-        activations = _tensor_map(kernel.tile, a.data_ptr(), m, k)
+        activations = _tensor_map(kernel.tile, start, m, k)
         kernel.launch((activations, *pointers, experts, m, n, k), _TILED)
 
 
@@ -102,13 +106,15 @@ def masked(
     if not rows:
         return
     max_m = rows // experts
-    kernel = _kernel("masked", a, w, n, k, max(1, min(expected_m, max_m)), gate_up, swiglu, tile)
+    start, weights = a.data_ptr(), w.data_ptr()
+    mean = 1 if expected_m < 1 else expected_m if expected_m < max_m else max_m
+    kernel = _kernel("masked", a, w, start | weights, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if row_weight is None else row_weight.data_ptr()
-    pointers = (w.data_ptr(), masked_m.data_ptr(), weight, out.data_ptr())
+    pointers = (weights, masked_m.data_ptr(), weight, out.data_ptr())
     if kernel.name == "portable":
         _launch_portable(kernel, a, pointers, 0, 0, experts, rows, 1, select.RUN_ROWS, n, k)
     else:
-        activations = _tensor_map(kernel.tile, a.data_ptr(), rows, k)
+        activations = _tensor_map(kernel.tile, start, rows, k)
         kernel.launch((activations, *pointers, experts, max_m, n, k), _TILED)
 
 
@@ -135,7 +141,14 @@ def indexed(
     rows = tokens * top_k
     if not rows:
         return
-    kernel = _kernel("indexed", x, w, n, k, expected_m or -(-rows // experts), gate_up, swiglu, tile)
+    if tokens * k > _MOST_ELEMENTS:
+        raise UsageError(
+            f"activations [{tokens}, {k}] take {tokens * k * 2 / 2**30:.1f} GiB; indexed gathers from at most 4 GiB: "
+            f"call it with at most {_MOST_ELEMENTS // k} rows at a time"
+        )
+    start, weights = x.data_ptr(), w.data_ptr()
+    mean = expected_m or -(-rows // experts)
+    kernel = _kernel("indexed", x, w, start | weights, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
     if kernel.name == "portable":
         pointers = (w.data_ptr(), sorted_ids.data_ptr(), weight, out.data_ptr())
@@ -144,7 +157,7 @@ def indexed(
         return
     kernel.launch(
         (
-            x.data_ptr(), w.data_ptr(), sorted_ids.data_ptr(), expert_ids.data_ptr(), num_tokens_padded.data_ptr(),
+            start, weights, sorted_ids.data_ptr(), expert_ids.data_ptr(), num_tokens_padded.data_ptr(),
             weight, out.data_ptr(), experts, rows, top_k, block_size, n, k,
         ),
         _GATHERED,
@@ -165,15 +178,25 @@ def _launch_portable(
 
 
 def _kernel(
-    mode: str, x: Tensor, w: Tensor, n: int, k: int, rows: int, gate_up: bool, swiglu: bool, tile: TileConfig | None
+    mode: str,
+    x: Tensor,
+    w: Tensor,
+    starts: int,
+    experts: int,
+    n: int,
+    k: int,
+    rows: int,
+    gate_up: bool,
+    swiglu: bool,
+    tile: TileConfig | None,
 ) -> Kernel:
     """The kernel for a call; ``rows`` is the number of rows an expert has on average, as far as the host knows."""
-    if (x.data_ptr() | w.data_ptr()) & 15:
+    if starts & 15:
         raise UsageError(
             f"activations and weight must start at multiples of 16 bytes; they are at {x.data_ptr():#x} and "
             f"{w.data_ptr():#x}: pass tensors that do not start inside another one, or copies of them"
         )
-    key = (mode, x.get_device(), w.size(0), n, k, rows, gate_up, swiglu, tile)
+    key = (mode, x.get_device(), experts, n, k, rows, gate_up, swiglu, tile)
     found = _plans.get(key)
     return _resolve(key, tuple(w.shape)) if found is None else found
 

@@ -17,7 +17,7 @@ from chord_runtime.errors import UsageError
 from chord_runtime.format.block import BLOCK_BYTES, BLOCK_K, BLOCK_ROWS
 
 SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that one thread block may use on Hopper."""
+"""Bytes of shared memory that one thread block may use on Hopper; a multiprocessor has 1 KB more for each block."""
 
 PLAIN, GATE_UP, SWIGLU = 0, 1, 2
 """What the epilogue stores: ``CHORD_OUTPUT`` of csrc/chord/tile.cuh."""
@@ -48,10 +48,10 @@ class TileConfig:
     box: int = 0
     """Tokens of one tensor-map copy; 0 where rows are gathered."""
     producer_registers: int = 64
-    lag: int = 0
-    """Stages that a gathering producer starts before it waits for the oldest; 0 where nothing is gathered."""
     resident: int = 0
     """k64 blocks, all of K, whose activations stay in shared memory for ``group`` tiles; 0: they come with weights."""
+    slots: int = 0
+    """Of activations that stay: with 2 the next are gathered while these are used; 0 where none stay."""
     group: int = 1
     """Tiles computed one after another on the same activations."""
     occupancy: int = 1
@@ -70,11 +70,11 @@ class TileConfig:
 
     def shared_bytes(self, output: int) -> int:
         """Dynamic shared memory of a block: ``Shared`` of csrc/chord/tile.cuh, which checks this figure."""
-        activations = (2 * self.resident or self.stages * self.stage_k) * self.tokens * BLOCK_K * 2
+        activations = (self.slots * self.resident or self.stages * self.stage_k) * self.tokens * BLOCK_K * 2
         weights = self.stages * self.stage_k * self.rows // BLOCK_ROWS * BLOCK_BYTES
         staging = min(self.tokens, 64) * self.blocks * BLOCK_ROWS * 2 // (2 if output == SWIGLU else 1)
         tables = self.tokens * 8
-        barriers = self.stages * (16 + 16) + 32
+        barriers = self.stages * (16 + 16) + (self.slots or self.stages) * 16
         return activations + weights + barriers + self.warpgroups * (staging + tables) + 1024 + 128
 
     def defines(self, output: int) -> dict[str, int]:
@@ -87,12 +87,13 @@ class TileConfig:
             "CHORD_STAGE_K": self.stage_k,
             "CHORD_STAGES": self.stages,
             "CHORD_RESIDENT": self.resident,
+            "CHORD_SLOTS": self.slots or self.stages,
             "CHORD_GROUP": self.group,
             "CHORD_OCCUPANCY": self.occupancy,
             "CHORD_OUTPUT": output,
             "CHORD_PRODUCER_REGISTERS": self.producer_registers,
             "CHORD_SHARED_BYTES": self.shared_bytes(output),
-            **({"CHORD_LAG": self.lag} if self.lag else {"CHORD_BOX": self.box}),
+            "CHORD_BOX": self.box,
         }
 
 
@@ -116,70 +117,86 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
         chosen = _prefill(128, 128, RUN_ROWS, "runs are 128 rows: one full-width wgmma, no narrower loop")
     elif mode == "masked":
         chosen = _masked(n, experts, rows, sms)
+    elif k <= _RESIDENT_K:
+        chosen = _resident(k, rows)
     else:
         chosen = _indexed(n, experts, rows, sms)
-        if k <= _RESIDENT_K:
-            why = chosen.why + "; K is short: activations stay while weights stream by"
-            # Whole rows of K are gathered at once: wide tiles need the producer's registers more than it does.
-            registers = 72 if chosen.tokens > 96 else chosen.producer_registers
-            chosen = replace(
-                chosen, stage_k=2, resident=k // BLOCK_K, group=_GROUP, producer_registers=registers, why=why
-            )
     return _overridden(_fit(chosen, k))
 
 
 def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
-    if rows <= 8:
-        return _decode(8, 8, n, experts, sms, gathered=False)
+    if rows <= 16:
+        tokens = 8 if rows <= 8 else 16
+        return _decode(tokens, min(tokens, 8), n, experts, sms, box=tokens)
     if rows <= 32:
-        tokens = 16 if rows <= 16 else 32
-        return _decode(tokens, tokens // 2, n, experts, sms, gathered=False)
+        return _decode(32, 32, n, experts, sms, box=32)
     if rows <= 64:
-        why = "four warpgroups of one block: their sums and two widths fit, and 256 rows share the activations"
-        return TileConfig(64, 32, 4, 1, 2, 0, box=64, producer_registers=32, why=why)
+        if _load(384, n, experts, sms) < _load(256, n, experts, sms):
+            why = "384 rows a tile leave less work to the busiest multiprocessor"
+            return TileConfig(64, 64, 3, 2, 1, 0, box=64, producer_registers=40, why=why)
+        why = "four warpgroups of one block: 256 rows share the activations; registers hold their sums for 64 tokens"
+        return TileConfig(64, 64, 4, 1, 2, 0, box=64, producer_registers=32, why=why)
     return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
 
 
 def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
-    most = rows + 2 * math.isqrt(rows)  # routing scatters: about as many as the busier experts have
+    most = rows + 2 * math.isqrt(rows)  # routing scatters the rows of an expert by about their square root
     if most <= 16:
-        return _decode(16, 8, n, experts, sms, gathered=True)
+        return _decode(16, 8, n, experts, sms, box=0)
     if most <= 32:
-        return _decode(32, 32, n, experts, sms, gathered=True)
-    if most <= 64:
-        why = "N holds the busier experts; a second width does not fit beside the gathering warps' registers"
-        return TileConfig(_up(most), _up(most), 4, 1, 2, 0, lag=_LAG, producer_registers=64, why=why)
-    # Runs are cut into equal tiles: choose N for that cut, with 1.5 standard deviations to spare, and N - 8 beside it.
-    busy = rows + 3 * math.isqrt(rows) // 2
-    tokens = _up(-(-busy // -(-busy // 128)))
-    why = f"runs of about {rows} rows are cut into equal tiles: N fits those, or N - 8"
-    return _prefill(tokens, max(tokens - 8, 8), 0, why)
+        return _decode(32, 32, n, experts, sms, box=0)
+    cuts, tokens, narrow = _cut(rows, 128)
+    why = f"runs of about {rows} rows are cut into {cuts} equal tiles: N fits nearly all of those, a second width most"
+    return _prefill(tokens, narrow, 0, why)
 
 
-def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, gathered: bool) -> TileConfig:
+def _resident(k: int, rows: int) -> TileConfig:
+    """A short K: activations stay while weights stream by, and two blocks a multiprocessor take turns at storing."""
+    _, tokens, narrow = _cut(rows, _RESIDENT_TOKENS)
+    slots = 2 if tokens <= 48 else 1  # as shared memory allows
+    why = "K is short: activations stay while weights stream by; of two thread blocks one stores while one multiplies"
+    return TileConfig(
+        tokens, narrow, 1, 2, 2, 0, 0, 56, resident=k // BLOCK_K, slots=slots, group=_GROUP, occupancy=2, why=why
+    )
+
+
+def _cut(rows: int, limit: int) -> tuple[int, int, int]:
+    """How many tiles of at most ``limit`` tokens a run of about ``rows`` needs, the tokens of one, and of most.
+
+    A run that needs one cut more than the others costs a whole tile, and often a whole wave of tiles. So tiles leave
+    room for nearly three deviations, and the second width serves the runs that need less.
+    """
+    deviation = math.isqrt(rows)
+    cuts = -(-(rows + 3 * deviation // 2) // limit)
+    tokens = min(_up(-(-(rows + 11 * deviation // 4) // cuts)), limit)
+    narrow = min(_up(-(-(rows + deviation // 2) // cuts)), tokens)
+    return cuts, tokens, narrow
+
+
+def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, box: int) -> TileConfig:
     """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
-    registers = {4: 64 if gathered else 32, 3: 64 if gathered else 40}
-    # Rows of the weight on the busiest multiprocessor; the fewer, the less the last wave leaves idle.
-    load = {wg: -(-experts * -(-n // (wg * 128)) // sms) * wg for wg in (4, 3)}
-    warpgroups = min(load, key=lambda wg: load[wg])
+    warpgroups = min((4, 3), key=lambda wg: _load(wg * 128, n, experts, sms))
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
-    lag = _LAG if gathered else 0
-    box = 0 if gathered else tokens
-    return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, registers[warpgroups], lag, why=why)
+    return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
+
+
+def _load(rows: int, n: int, experts: int, sms: int) -> int:
+    """Rows of the weight on the busiest multiprocessor with tiles of ``rows``: the fewer, the less idles at the end."""
+    return -(-experts * -(-n // rows) // sms) * rows
 
 
 def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
     """Tensor cores bound: two warpgroups of two blocks, 256 rows, as many tokens as their registers hold."""
-    gathered = box == 0
-    registers = 88 if gathered else 72
-    return TileConfig(tokens, narrow, 2, 2, 1, 0, box, registers, _LAG if gathered else 0, why=why)
+    # Gathered tiles leave room for stages of 128 k, whose overhead is halved; 128 tokens by tensor map do not.
+    return TileConfig(tokens, narrow, 2, 2, 1 if box else 2, 0, box, 56, why=why)
 
 
-_LAG = 2
 _RESIDENT_K = 256
 """Up to this K the activations of 128 tokens fit in shared memory twice."""
-_GROUP = 7
-"""Tiles on the same resident activations: few enough to share out evenly, and 7 divides Kimi's 28 blocks."""
+_RESIDENT_TOKENS = 104
+"""Most tokens of such a tile: with more, the consumers' registers spill."""
+_GROUP = 14
+"""Tiles on the same resident activations: few enough to share out evenly; 14 divides Kimi's 56 blocks of 128 rows."""
 
 
 def _fit(tile: TileConfig, k: int) -> TileConfig:
@@ -192,7 +209,7 @@ def _fit(tile: TileConfig, k: int) -> TileConfig:
     if tile.stages:
         return tile
     stages = _MOST_STAGES
-    while replace(tile, stages=stages).shared_bytes(PLAIN) > SHARED_LIMIT // tile.occupancy:
+    while replace(tile, stages=stages).shared_bytes(PLAIN) > (SHARED_LIMIT + 1024) // tile.occupancy - 1024:
         stages -= 1
     return replace(tile, stages=stages)
 

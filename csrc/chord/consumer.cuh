@@ -7,6 +7,9 @@
 //     dequantise b0 -> A | wgmma A     dequantise b2 -> A | wgmma A
 //                        | dequantise b1 -> B | wgmma B   | ...        wait<1>: the group before has finished
 //
+// Codes come from shared memory two blocks ahead. Every instruction counts: on an H200 a 64x64 block takes about its
+// issued instructions plus 3/4 of its tensor clocks (docs/performance.md), so that saving either saves time.
+//
 // Which buffer is used is known at compile time (kBlocks * kStageK is even), and the order of k is the same in every
 // instantiation: a row's bits do not depend on the tile, the mode or the batch.
 #pragma once
@@ -21,62 +24,71 @@ CHORD_DEVICE void release(u32 full) {
   if (threadIdx.x % kWarp == 0) barrier_arrive(full + kStages * 8);
 }
 
+// Wait for a stage of the ring. Gathered rows were written in the generic proxy.
+CHORD_DEVICE void wait_full(u32 full, u32 parity) {
+  barrier_wait(full, parity);
+  if (kGathered && !kResident) fence_async_proxy();
+}
+
+constexpr int kUnits = kBlocks * kStageK;  // 64x64 blocks of a stage that a warpgroup multiplies
+
 // All k of one tile, for this warpgroup's rows of the weight and the first kN tokens.
 template <int kN>
-CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int warpgroup, int k, u32 resident,
+CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int k, u32 resident,
                                 float (&all_sums)[kBlocks][kTokens / 2]) {
-  const int thread = threadIdx.x % kWarpgroup;
-  const int first_block = warpgroup * kBlocks;  // of the tile; two make a strip
-  const u32 all_activations = kept(shared_address(shared.activations)), full = kept(shared_address(shared.full));
-  const u32 codes = kept(shared_address(shared.weights) + first_block / 2 * kStageK * kStripBytes +
+  const int thread = own_thread(), first_block = own_warpgroup() * kBlocks;  // of the tile; two make a strip
+  const u32 base = kept(shared_address(&shared)), full = base + offset_in(shared, shared.full);
+  const u32 words = kept(base + offset_in(shared, shared.weights) + first_block / 2 * kStageK * kStripBytes +
                          first_block % 2 * kBlockBytes + thread * 16);
-  const u32 scales = codes - thread * 16 + kCodeBytes + thread / 4 * 8;
+  const u32 scales = words - thread * 16 + kCodeBytes + thread / 4 * 8;
   u32 a[2][4][4];
-  Codes next;
+  Codes codes[2];
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) all_sums[block][i] = 0.0f;
 
-  u32 this_full = full + at.stage * 8, previous_full = 0, stage = at.stage * kWeightBytes;
-  barrier_wait(this_full, at.parity);
-  next.load(codes + stage, scales + stage);
-  int left = k / (kBlockK * kStageK);
+  u32 held = 0, stage = at.stage * kWeightBytes;  // held: the stage that the last wgmmas may still read
+  auto load = [&](int unit) {
+    const u32 offset = stage + unit / kBlocks * kStripBytes + unit % kBlocks * kBlockBytes;
+    codes[unit % 2].load(words + offset, scales + offset);
+  };
+  wait_full(full + at.stage * 8, at.parity);
+  load(0);
+  load(1);
+  int left = int(kept(k)) / (kBlockK * kStageK);
 #pragma unroll 1
   do {
-    const u32 activations = uniform(kResident ? resident : all_activations + at.stage * kActivationBytes);
+    const u64 tokens = activation_descriptor(kResident ? resident : base + at.stage * kActivationBytes);
+    const u32 this_full = full + at.stage * 8;
     resident += kActivationStageBytes;
     at.advance();
 #pragma unroll
-    for (int unit = 0; unit < kBlocks * kStageK; ++unit) {
-      const int i = unit / kBlocks, block = unit % kBlocks;
-      u32 offset = stage + (unit + 1) / kBlocks * kStripBytes + (unit + 1) % kBlocks * kBlockBytes;
-      if (unit + 1 == kBlocks * kStageK) {
-        if (left > 1) {
-          barrier_wait(full + at.stage * 8, at.parity);
-          stage = at.stage * kWeightBytes;
-        }
-        offset = stage;  // in the last stage a block is read once more, for nothing
-      }
+    for (int unit = 0; unit < kUnits; ++unit) {
       auto& buffer = a[unit % 2];
-      auto& sums = reinterpret_cast<float(&)[kN / 2]>(all_sums[block]);
-      const u32 b = activations + i * kTokens * kBlockK * 2;
-      dequantize(next, buffer);
+      auto& sums = reinterpret_cast<float(&)[kN / 2]>(all_sums[unit % kBlocks]);
+      const u64 b = tokens + descriptor_step(unit / kBlocks * kTokens * kBlockK * 2);
+      if (unit + 2 == kUnits && left > 1) {  // in the last stage two blocks are read once more, for nothing
+        wait_full(full + at.stage * 8, at.parity);
+        stage = at.stage * kWeightBytes;
+      }
+      dequantize(codes[unit % 2], buffer);
       wgmma_fence();
       wgmma_step<kN>(sums, buffer, b, 0);
       wgmma_step<kN>(sums, buffer, b, 1);
-      next.load(codes + offset, scales + offset);
+      load((unit + 2) % kUnits);
       wgmma_step<kN>(sums, buffer, b, 2);
       wgmma_step<kN>(sums, buffer, b, 3);
       wgmma_commit();
       wgmma_wait<1>();
-      if (unit == 0 && previous_full) release(previous_full);  // its last wgmma has just finished
+      if (unit == 0) {
+        if (held) release(held);  // its last wgmma has just finished
+        held = this_full;
+      }
     }
-    previous_full = this_full;
-    this_full = full + at.stage * 8;
   } while (--left > 0);
   wgmma_wait<0>();
-  release(previous_full);
+  release(held);
 }
 
 // Rows: how the mode's rows map to output rows (chord/rows.cuh).
@@ -86,39 +98,44 @@ struct Consumer {
   Rows rows;
   const float* row_weight;
   u16* out;
-  int n, k, warpgroup;
+  int n, k;
 
   CHORD_DEVICE void run() {
     RingPosition at = {0, 0};
-    Position<2> slot = {1, 1};  // of the activations that stay: the next advance leads to the first
-    int row0 = -1;
+    Position<kSlots> slot = {kSlots - 1, 1};  // of activations that stay: the next advance leads to the first
     while (true) {
       barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
       Tile tile = shared.tiles[at.stage];
       tile = {uniform(tile.row0), uniform(tile.rows), uniform(tile.n_block), uniform(tile.expert)};
       if (tile.rows == 0) return;
-      const int first_row = tile.n_block * kRows + warpgroup * kBlocks * kBlockRows;
-      if (kResident && tile.row0 != row0) {
-        if (row0 >= 0 && lane_id() == 0) barrier_arrive(shared_address(&shared.rows_empty[slot.stage]));
-        row0 = tile.row0;
+      if (kResident && tile.n_block % kGroup == 0) {
         slot.advance();
         barrier_wait(shared_address(&shared.rows_full[slot.stage]), slot.parity);
+        fence_async_proxy();
       }
+      const int first_row = tile.n_block * kRows + own_warpgroup() * kBlocks * kBlockRows;
+      auto release_rows = [&] {  // after the last tile on the activations that stay
+        const int block = first_row / kRows;
+        const bool last = block % kGroup == kGroup - 1 || block == ceil_div(n, kRows) - 1;
+        if (kResident && last && lane_id() == 0) barrier_arrive(shared_address(&shared.rows_empty[slot.stage]));
+      };
       const u32 resident = shared_address(shared.activations[slot.stage]);
       if (first_row >= n) {
         skip(at);
+        release_rows();
         continue;
       }
-      const int thread = threadIdx.x % kWarpgroup, row = tile.row0 + thread;
+      const int thread = own_thread(), row = tile.row0 + thread;
       const bool valid = thread < tile.rows;
       const u32 fetched = valid ? rows.fetch(row) : 0;
       float sums[kBlocks][kTokens / 2];
       if (kNarrow < kTokens && tile.rows <= kNarrow)
-        multiply_tile<kNarrow>(shared, at, warpgroup, k, resident, sums);
+        multiply_tile<kNarrow>(shared, at, k, resident, sums);
       else
-        multiply_tile<kTokens>(shared, at, warpgroup, k, resident, sums);
+        multiply_tile<kTokens>(shared, at, k, resident, sums);
+      release_rows();
       const int my_row = valid ? rows.resolve(tile, row, kept(fetched)) : -1;
-      store_tile(shared, warpgroup, sums, tile.rows, first_row, my_row, row_weight, out, n);
+      store_tile(shared, sums, tile.rows, first_row, my_row, row_weight, out, n);
     }
   }
 
@@ -140,8 +157,8 @@ CHORD_DEVICE void init_ring(Shared& shared, int producers) {
       barrier_init(shared_address(&shared.full[stage]), producers);
       barrier_init(shared_address(&shared.empty[stage]), kConsumers / kWarp);
     }
-    for (int slot = 0; slot < 2; ++slot) {
-      barrier_init(shared_address(&shared.rows_full[slot]), kProducerWarps - 1);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      barrier_init(shared_address(&shared.rows_full[slot]), kWarpgroup - kWarp);
       barrier_init(shared_address(&shared.rows_empty[slot]), kConsumers / kWarp);
     }
     barrier_init_fence();

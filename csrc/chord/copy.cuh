@@ -23,14 +23,13 @@ CHORD_DEVICE void copy_tile(u32 to, const TensorMap& map, int row, int kb, u32 b
       : "memory");
 }
 
-// 16 bytes, in the generic proxy: wgmma sees them only after copy_async_wait and fence_async_proxy by the writer.
-CHORD_DEVICE void copy_async_16(u32 to, const void* from) {
+// 16 bytes, in the generic proxy: wgmma sees them only after fence_async_proxy.
+CHORD_DEVICE void copy_async_16(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-CHORD_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-CHORD_DEVICE void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// This thread arrives when all that it has started has landed; the barrier counts one arrival for it.
+CHORD_DEVICE void copy_async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 }  // namespace chord

@@ -39,48 +39,31 @@ CHORD_DEVICE u32 high_half(u32 x) {
 // c of the two rows of a stored scale pair: a * -2^-130 for the low row, a * -2^-126 for the high one.
 CHORD_DEVICE u32 offsets_of(u32 scales) { return multiply_bf16x2(scales, 0x80808008u); }
 
-// The work on a block is in two parts. Codes are read and isolated while the wgmmas before still run; the FMAs, which
-// write A registers those wgmmas may be reading, follow when they have finished.
-//
-// A lane's share of a 64x64 block: for each of four k16 steps a word of codes, as four pairs with the bits left alone,
-// and the scales of rows r and r+8 for k < 32 and k >= 32.
+// A lane's share of a 64x64 block, as it lies in shared memory: for each of four k16 steps a word of codes, and the scales
+// of rows r and r+8 for k < 32 and k >= 32.
 struct Codes {
-  u32 bits[4][4];
+  uint4 words;
   uint2 scales;
 
-  CHORD_DEVICE void set(uint4 words, uint2 s) {
-    isolate(words.x, bits[0]);
-    isolate(words.y, bits[1]);
-    isolate(words.z, bits[2]);
-    isolate(words.w, bits[3]);
-    scales = s;
-  }
-  CHORD_DEVICE void load(u32 codes_at, u32 scales_at) {  // from shared memory
-    set(load_shared_16(codes_at), load_shared_8(scales_at));
-#pragma unroll
-    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(bits[i / 4][i % 4]));  // isolated here, not after the next wait
-  }
-
- private:
-  static CHORD_DEVICE void isolate(u32 word, u32 (&to)[4]) {
-    const u32 upper = word >> 8;
-    to[0] = word & 0x000F000Fu;
-    to[1] = word & 0x00F000F0u;
-    to[2] = upper & 0x000F000Fu;
-    to[3] = upper & 0x00F000F0u;
+  CHORD_DEVICE void load(u32 words_at, u32 scales_at) {
+    words = load_shared_16(words_at);
+    scales = load_shared_8(scales_at);
   }
 };
 
-// The lane's A registers of the block: rows r in a[..][0] and [2], rows r+8 in [1] and [3].
+// The lane's A registers of the block: rows r in a[..][0] and [2], rows r+8 in [1] and [3]. The compiler interleaves the
+// ANDs with the FMAs: they use different pipes, each of which takes an instruction of a warp every other clock.
 CHORD_DEVICE void dequantize(const Codes& from, u32 (&a)[4][4]) {
+  const u32 words[4] = {from.words.x, from.words.y, from.words.z, from.words.w};
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
+    const u32 word = words[step], upper = word >> 8;
     const u32 scales = step < 2 ? from.scales.x : from.scales.y;
     const u32 offsets = offsets_of(scales);
-    a[step][0] = fma_bf16x2(from.bits[step][0], low_half(scales), low_half(offsets));
-    a[step][1] = fma_bf16x2(from.bits[step][1], high_half(scales), high_half(offsets));
-    a[step][2] = fma_bf16x2(from.bits[step][2], low_half(scales), low_half(offsets));
-    a[step][3] = fma_bf16x2(from.bits[step][3], high_half(scales), high_half(offsets));
+    a[step][0] = fma_bf16x2(word & 0x000F000Fu, low_half(scales), low_half(offsets));
+    a[step][1] = fma_bf16x2(word & 0x00F000F0u, high_half(scales), high_half(offsets));
+    a[step][2] = fma_bf16x2(upper & 0x000F000Fu, low_half(scales), low_half(offsets));
+    a[step][3] = fma_bf16x2(upper & 0x00F000F0u, high_half(scales), high_half(offsets));
   }
 }
 

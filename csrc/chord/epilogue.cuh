@@ -16,6 +16,8 @@ namespace chord {
 constexpr int kChunksPerRow = kRowBytes / 16;
 constexpr float kOutputScale = 4294967296.0f;  // 2^kOutputExp
 static_assert(kOutputExp == 32, "kOutputScale");
+// Of sums that are stored as they are, the scale is part of the row's weight: both products are rounded once, to the same.
+constexpr float kPlainScale = kOutput == kSwiGLU ? 1.0f : kOutputScale;
 
 // Chunks are permuted within 128 B by the token, so that stmatrix's eight rows fall in different banks.
 CHORD_DEVICE u32 staging_offset(int token, int chunk) {
@@ -47,9 +49,9 @@ CHORD_DEVICE int column_of(int chunk, int first_row, int n) {
 }
 
 // Write a tile's sums. my_row: the output row of token `thread`, -1 for none.
-CHORD_DEVICE void store_tile(Shared& shared, int warpgroup, const float (&sums)[kBlocks][kTokens / 2], int rows,
+CHORD_DEVICE void store_tile(Shared& shared, const float (&sums)[kBlocks][kTokens / 2], int rows,
                              int first_row, int my_row, const float* row_weight, u16* out, int n) {
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / kWarp, lane = thread % kWarp;
+  const int warpgroup = own_warpgroup(), thread = own_thread(), warp = thread / kWarp, lane = thread % kWarp;
   const u32 staging = shared_address(shared.staging[warpgroup]);
   int* const out_row = shared.out_row[warpgroup];
   float* const weight = shared.weight[warpgroup];
@@ -62,45 +64,50 @@ CHORD_DEVICE void store_tile(Shared& shared, int warpgroup, const float (&sums)[
     if (chunk0 == 0) {
       if (thread < kTokens) out_row[thread] = my_row;
       if (row_weight != nullptr) {
-        if (thread < kTokens) weight[thread] = my_row >= 0 ? row_weight[my_row] : 0.0f;
+        if (thread < kTokens) weight[thread] = my_row >= 0 ? row_weight[my_row] * kPlainScale : 0.0f;
         warpgroup_sync(warpgroup);
       }
     }
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int group = 0; group < kChunk / 8; ++group) {
+      const int token = chunk0 + group * 8;
+      if (token >= rows) break;
+      float2 factor = {kPlainScale, kPlainScale};  // of this thread's two tokens
+      if (row_weight != nullptr) factor = *reinterpret_cast<const float2*>(weight + token + lane % 4 * 2);
+      const int stage_token = group * 8 + lane % 8, h = lane / 8 & 1;
 #pragma unroll
-      for (int group = 0; group < kChunk / 8; ++group) {
-        const int token = chunk0 + group * 8;
-        if (token >= rows) break;
+      for (int block = 0; block < kBlocks; ++block) {
         float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = sums[block][token / 2 + i] * kOutputScale;
+        for (int i = 0; i < 4; ++i) v[i] = sums[block][token / 2 + i];
         if (kOutput == kSwiGLU) {
-          v[0] = silu_times(v[0], v[2]);
-          v[1] = silu_times(v[1], v[3]);
-        }
-        if (row_weight != nullptr) {
-#pragma unroll
-          for (int i = 0; i < (kOutput == kSwiGLU ? 2 : 4); ++i) v[i] *= weight[token + lane % 4 * 2 + i % 2];
-        }
-        const int stage_token = group * 8 + lane % 8, h = lane / 8 & 1;
-        if (kOutput == kSwiGLU) {
+          v[0] = silu_times(v[0] * kOutputScale, v[2] * kOutputScale) * factor.x;
+          v[1] = silu_times(v[1] * kOutputScale, v[3] * kOutputScale) * factor.y;
           store_matrix_transposed(staging + staging_offset(stage_token, 4 * block + warp), pack_bf16(v[0], v[1]));
         } else {
           const int chunk = kOutput == kPlain ? 8 * block + 2 * warp + h : 4 * kBlocks * h + 4 * block + warp;
-          store_matrices_transposed(staging + staging_offset(stage_token, chunk), pack_bf16(v[0], v[1]),
-                                    pack_bf16(v[2], v[3]));
+          store_matrices_transposed(staging + staging_offset(stage_token, chunk),
+                                    pack_bf16(v[0] * factor.x, v[1] * factor.y),
+                                    pack_bf16(v[2] * factor.x, v[3] * factor.y));
         }
       }
     }
     warpgroup_sync(warpgroup);
-    constexpr int kRowsAtOnce = kWarpgroup / kChunksPerRow;
-    const int chunk = thread % kChunksPerRow;
+    constexpr int kRowsAtOnce = kWarpgroup / kChunksPerRow, kBatch = smaller(2, ceil_div(kChunk, kRowsAtOnce));
+    const int chunk = thread % kChunksPerRow, end = smaller(kChunk, rows - chunk0);
     u16* const column = out + column_of(chunk, first_row, n);
-#pragma unroll 4
-    for (int row = thread / kChunksPerRow; row < smaller(kChunk, rows - chunk0); row += kRowsAtOnce) {
-      const int to = out_row[chunk0 + row];
-      if (to >= 0) *reinterpret_cast<uint4*>(column + to * columns) = load_shared_16(staging + staging_offset(row, chunk));
+    for (int row0 = thread / kChunksPerRow; row0 < end; row0 += kBatch * kRowsAtOnce) {
+      int to[kBatch];
+      uint4 chunks[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {  // all reads of a batch are under way before the first store
+        const int row = row0 + i * kRowsAtOnce;
+        to[i] = row < end ? out_row[chunk0 + row] : -1;
+        if (row < end) chunks[i] = load_shared_16(staging + staging_offset(row, chunk));
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (to[i] >= 0) *reinterpret_cast<uint4*>(column + to[i] * columns) = chunks[i];
     }
   }
 }

@@ -1,9 +1,9 @@
 // The producer's side of the ring when rows are gathered: weights by bulk copies, rows by cp.async.
 //
 // Bulk copies cannot gather: a tensor map brings one row for about 55 clocks of issue (measured), 100 times too slow. So
-// four warps copy 16 bytes a lane, eight lanes a row of 128 B, straight into the swizzled layout. cp.async belongs to the
-// generic proxy: its data may be handed to wgmma only after the copies have landed and the writer has fenced. Waiting for
-// each stage in turn would leave no copies in flight, so a stage is handed over when kLag - 1 more have been started.
+// four warps copy 16 bytes a lane, eight lanes a row of 128 B, straight into the swizzled layout. No thread waits for its
+// copies: each leaves an arrival on the stage's full barrier that happens when they have landed, and goes on to the next
+// stage. cp.async belongs to the generic proxy, so consumers fence between that barrier and wgmma (consumer.cuh).
 #pragma once
 #include "chord/barrier.cuh"
 #include "chord/producer.cuh"
@@ -11,10 +11,6 @@
 #include "chord/scheduler.cuh"
 
 namespace chord {
-
-constexpr int kLag = CHORD_LAG;
-// A consumer frees a stage only once it holds the next: with more stages held back, the ring would lock.
-static_assert(kResident || (1 <= kLag && kLag <= kStages - 2), "kLag: of rows that go through the ring");
 
 // The routed indices of a tile, 32 to a register across the warp; trims the tile to its last valid row, 0 if there is none.
 struct TileIds {
@@ -40,60 +36,51 @@ CHORD_DEVICE u32 swizzled(int row, int chunk) { return row * kBlockK * 2 + ((chu
 template <class Scheduler>
 CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
                                    int k) {
-  constexpr int kCopies = ceil_div(kTokens, 16);  // rows a lane copies from: 16 are copied at a time
+  constexpr int kRowsAtOnce = kProducerWarps * 4, kCopies = ceil_div(kTokens, kRowsAtOnce);
   const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id();
   const int group_row = warp * 4 + lane / 8, chunk = lane % 8;
   RingPosition at = {0, 1};
-  int started = 0, handed = 0, hand_stage = 0;
-  auto hand_over = [&] {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.full[hand_stage]));
-    ++handed;
-    if (++hand_stage == kStages) hand_stage = 0;
-  };
-
+  u32 turn = 0;
   Tile tile;
   while (scheduler.next(tile)) {
     const TileIds ids(rows, tile);
     if (tile.rows == 0) continue;
-    const u16* from[kCopies];
-    bool copies[kCopies];
+    // Where this lane's 16 bytes of each row begin, in bytes; launch.py refuses more than 32 bits hold. Rows of padding read
+    // the first row: their sums are not stored.
+    u32 from[kCopies];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int row = i * 16 + group_row, id = ids.of(i / 2, row);
-      copies[i] = row < tile.rows && rows.valid(id);
-      from[i] = x + i64(copies[i] ? id / rows.top_k : 0) * k + chunk * 8;
+      const int row = i * kRowsAtOnce + group_row, id = ids.of(i * kRowsAtOnce / kWarp, row);
+      from[i] = u32(row < tile.rows && rows.valid(id) ? id / rows.top_k : 0) * (k * 2) + chunk * 16;
     }
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
       barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
-      if (warp == started % kProducerWarps && lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
+      if (u32(warp) == turn && lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
+      turn = (turn + 1) % kProducerWarps;
       __syncwarp();
       const u32 to = shared_address(shared.activations[at.stage]) + swizzled(group_row, chunk);
+      const u8* const columns = reinterpret_cast<const u8*>(x) + kb * kBlockK * 2;
+      auto copy = [&](int i) {
 #pragma unroll
-      for (int j = 0; j < kStageK; ++j)
+        for (int j = 0; j < kStageK; ++j)
+          copy_async_16(to + (j * kTokens + i * kRowsAtOnce) * kBlockK * 2, columns + from[i] + j * kBlockK * 2);
+      };
 #pragma unroll
-        for (int i = 0; i < kCopies; ++i)
-          if (copies[i]) copy_async_16(to + (j * kTokens + i * 16) * kBlockK * 2, from[i] + (kb + j) * kBlockK);
-      copy_async_commit();
-      if (++started - handed >= kLag) {
-        copy_async_wait<kLag - 1>();
-        hand_over();
-      }
+      for (int i = 0; i < kCopies; ++i)
+        if (i * kRowsAtOnce < kNarrow || tile.rows > kNarrow) {
+          if ((i + 1) * kRowsAtOnce <= kTokens || i * kRowsAtOnce + group_row < kTokens) copy(i);
+        }
+      copy_async_arrive(shared_address(&shared.full[at.stage]));
       at.advance();
     }
   }
-  copy_async_wait<0>();
-  while (handed < started) hand_over();
-  if (lane == 0) {
-    if (warp == 0) {
-      end_tiles(shared, at);
-      barrier_arrive(shared_address(&shared.full[at.stage]));
-    } else {
-      barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
-    }
+  if (warp == 0 && lane == 0) {
+    end_tiles(shared, at);
     barrier_arrive(shared_address(&shared.full[at.stage]));
+  } else {
+    barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
   }
+  copy_async_arrive(shared_address(&shared.full[at.stage]));
 }
 
 // The same for a short K, whose activations stay while kGroup tiles of weights pass: one warp streams weights, the others
@@ -104,14 +91,11 @@ CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRo
   constexpr int kRowsAtOnce = (kProducerWarps - 1) * 4, kCopies = ceil_div(kTokens, kRowsAtOnce);
   const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id(), chunk = lane % 8;
   RingPosition at = {0, 1};
-  Position<2> slot = {0, 1};
-  int row0 = -1;
+  Position<kSlots> slot = {0, 1};
   Tile tile;
   while (scheduler.next(tile)) {
-    const bool same_rows = tile.row0 == row0;
     const TileIds ids(rows, tile);
     if (tile.rows == 0) continue;
-    row0 = tile.row0;
     if (warp == 0) {
       if (lane == 0) {
         const int end = smaller(tile.n_block + kGroup, ceil_div(n, kRows));
@@ -123,7 +107,7 @@ CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRo
         }
       }
       __syncwarp();
-    } else if (!same_rows) {
+    } else {
       barrier_wait(shared_address(&shared.rows_empty[slot.stage]), slot.parity);
       const u32 to = shared_address(shared.activations[slot.stage]);
 #pragma unroll
@@ -134,17 +118,13 @@ CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRo
         const int high = ids.of(smaller(first / kWarp + 1, ceil_div(kTokens, kWarp) - 1), row);
         const int id = row / kWarp == first / kWarp ? low : high;
         if (row < tile.rows && rows.valid(id)) {
-          const u16* from = x + i64(id / rows.top_k) * k + chunk * 8;
+          const u8* from = reinterpret_cast<const u8*>(x + i64(id / rows.top_k) * k) + chunk * 16;
 #pragma unroll
           for (int kb = 0; kb < kResident; ++kb)
-            copy_async_16(to + kb * kTokens * kBlockK * 2 + swizzled(row, chunk), from + kb * kBlockK);
+            copy_async_16(to + kb * kTokens * kBlockK * 2 + swizzled(row, chunk), from + kb * kBlockK * 2);
         }
       }
-      copy_async_commit();
-      copy_async_wait<0>();
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.rows_full[slot.stage]));
+      copy_async_arrive(shared_address(&shared.rows_full[slot.stage]));
       slot.advance();
     }
   }

@@ -31,7 +31,7 @@ CHORD_DEVICE void end_tiles(Shared& shared, RingPosition at) {
 // The producer warps feed the ring with the scheduler's tiles, each warp every kProducerWarps-th stage: waiting, arming
 // the barrier and starting copies takes one thread about 400 clocks a stage, more than a stage lasts in decode.
 // trim(tile) may lower tile.rows, to 0 to skip the tile.
-template <int kBox, class Scheduler, class Trim>
+template <class Scheduler, class Trim>
 CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, const TensorMap& map, const u8* w, int n,
                                 int k) {
   // One box a stage if it holds the whole tile; else boxes of kBox tokens of one k64 block.

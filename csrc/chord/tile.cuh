@@ -14,6 +14,8 @@ constexpr int kWarpgroups = CHORD_WARPGROUPS;  // consumers
 constexpr int kBlocks = CHORD_BLOCKS;          // 64-row blocks a warpgroup
 constexpr int kStageK = CHORD_STAGE_K;         // k64 blocks a stage
 constexpr int kStages = CHORD_STAGES;
+constexpr int kBox = CHORD_BOX;         // tokens of one tensor-map copy of activations
+constexpr bool kGathered = kBox == 0;   // no such copies: rows come one by one
 constexpr int kOccupancy = CHORD_OCCUPANCY;  // thread blocks a multiprocessor
 
 enum Output { kPlain, kGateUp, kSwiGLU };  // rows as they are; un-interleaved to [gate | up]; silu(gate) * up
@@ -31,8 +33,8 @@ static_assert(kBlocks * kStageK % 2 == 0, "two register buffers take turns, chos
 // ring then carries weights alone. 0: activations come through the ring, beside the weights.
 constexpr int kResident = CHORD_RESIDENT;  // k64 blocks that stay
 constexpr int kGroup = CHORD_GROUP;
-constexpr int kSlots = kResident ? 2 : kStages;
-static_assert(kResident % kStageK == 0 && (kResident > 0 || kGroup == 1), "whole stages; groups share what stays");
+constexpr int kSlots = CHORD_SLOTS;  // of activations that stay, or of the ring
+static_assert(kResident ? kResident % kStageK == 0 : kGroup == 1 && kSlots == kStages, "whole stages; groups share");
 
 // Activations of a slot: [k64 block][token][128 B], swizzled. Weights of a stage: [strip][k64 block][4608 B].
 constexpr int kActivationStageBytes = kStageK * kTokens * kBlockK * 2;
@@ -58,7 +60,7 @@ struct Shared {
   int out_row[kWarpgroups][kTokens];
   float weight[kWarpgroups][kTokens];
   u64 full[kStages], empty[kStages];
-  u64 rows_full[2], rows_empty[2];  // of the activations that stay
+  u64 rows_full[kSlots], rows_empty[kSlots];  // of the activations that stay
 };
 // Dynamic shared memory starts at 16 B alignment. The host computes the same figure to launch with.
 static_assert(CHORD_SHARED_BYTES >= sizeof(Shared) + 1024, "select.py's shared_bytes");
@@ -67,6 +69,12 @@ extern "C" __constant__ unsigned chord_shared_bytes = CHORD_SHARED_BYTES;
 
 CHORD_DEVICE Shared& aligned_shared(u8* raw) {
   return *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
+}
+
+// Offset of a member, a constant: addresses made of one base and these share a register.
+template <class Member>
+CHORD_DEVICE u32 offset_in(const Shared& shared, const Member& member) {
+  return reinterpret_cast<const u8*>(&member) - reinterpret_cast<const u8*>(&shared);
 }
 
 // A position in a ring: stages in turn, with the parity of the phase that a wait is for.

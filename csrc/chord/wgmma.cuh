@@ -11,18 +11,19 @@ CHORD_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Operand B: rows (tokens) of 64 bf16, K-major, 128-byte swizzle, 8-row groups 1024 B apart, 1024-aligned.
-// PTX ISA, "Shared memory matrix layout": address and strides are in units of 16 B. `step`: which k16 of the 64.
-CHORD_DEVICE u64 activation_descriptor(u32 address, int step) {
-  constexpr u64 kSwizzle128 = 1ull << 62, kGroupStride = u64(1024 >> 4) << 32;
-  constexpr u32 kLeadingUnused = 1u << 16;
-  return kSwizzle128 | kGroupStride | (kLeadingUnused | (address >> 4) + 2 * step);
+// Operand B: rows (tokens) of 64 bf16, K-major, 128-byte swizzle, 8-row groups 1024 B apart, 1024-aligned. PTX ISA, "Shared
+// memory matrix layout": address and strides are in units of 16 B. Steps in K or along rows are added to the descriptor.
+CHORD_DEVICE u64 activation_descriptor(u32 address) {
+  constexpr u64 kSwizzle128 = 1ull << 62, kGroupStride = u64(1024 >> 4) << 32, kLeadingUnused = 1u << 16;
+  return kSwizzle128 | kGroupStride | kLeadingUnused | u32(uniform(address >> 4));
 }
+constexpr CHORD_DEVICE u64 descriptor_step(int bytes) { return bytes >> 4; }
 
-// One k16 step of a warpgroup's 64x64 weight block times the first kN tokens.
+// One k16 step of a warpgroup's 64x64 weight block times the first kN tokens. Left to it, the compiler puts descriptors
+// together from 32-bit halves; as 64-bit sums they cost one instruction each.
 template <int kN>
-CHORD_DEVICE void wgmma_step(float (&sums)[kN / 2], const u32 (&a)[4][4], u32 activations, int step) {
-  Wgmma<kN>::run(sums, a[step], activation_descriptor(activations, step));
+CHORD_DEVICE void wgmma_step(float (&sums)[kN / 2], const u32 (&a)[4][4], u64 activations, int step) {
+  Wgmma<kN>::run(sums, a[step], activations + descriptor_step(step * 32));
 }
 
 }  // namespace chord

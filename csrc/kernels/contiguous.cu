@@ -22,8 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  if (warpgroup == kWarpgroups) {
+    if (own_warpgroup() == kWarpgroups) {
     give_registers();
     TileScheduler<RunSegments> scheduler(RunSegments(m_indices, kRunRows, m / kRunRows, kRunRows, experts), n);
     auto trim = [=](Tile& tile) {
@@ -37,9 +36,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
       }
       tile.rows = last;
     };
-    produce_tiles<CHORD_BOX>(shared, scheduler, trim, activations, w, n, k);
+    produce_tiles(shared, scheduler, trim, activations, w, n, k);
   } else {
     take_registers();
-    Consumer<ContiguousRows>{shared, {m_indices}, row_weight, out, n, k, warpgroup}.run();
+    Consumer<ContiguousRows>{shared, {m_indices}, row_weight, out, n, k}.run();
   }
 }

@@ -26,13 +26,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
                   int block_size, int n, int k) {
   extern __shared__ u8 raw[];
   Shared& shared = aligned_shared(raw);
-  init_ring(shared, kResident ? 1 : 1 + kProducerWarps);
+  init_ring(shared, kResident ? 1 : 1 + kWarpgroup);
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  const RoutedRows rows = {sorted_ids, num_ids, top_k};
-  if (warpgroup == kWarpgroups) {
+    const RoutedRows rows = {sorted_ids, num_ids, top_k};
+  if (own_warpgroup() == kWarpgroups) {
     give_registers();
     const int blocks = *num_tokens_padded / block_size;
     TileScheduler<RunSegments> scheduler(RunSegments(expert_ids, 1, blocks, block_size, experts), n);
@@ -42,6 +41,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
       produce_gathered(shared, scheduler, rows, x, w, n, k);
   } else {
     take_registers();
-    Consumer<RoutedRows>{shared, rows, topk_weights, out, n, k, warpgroup}.run();
+    Consumer<RoutedRows>{shared, rows, topk_weights, out, n, k}.run();
   }
 }

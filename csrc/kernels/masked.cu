@@ -24,13 +24,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int warpgroup = uniform(threadIdx.x / kWarpgroup);
-  if (warpgroup == kWarpgroups) {
+    if (own_warpgroup() == kWarpgroups) {
     give_registers();
     TileScheduler<MaskedSegments> scheduler(MaskedSegments(masked_m, experts, max_m), n);
-    produce_tiles<CHORD_BOX>(shared, scheduler, [](Tile&) {}, activations, w, n, k);
+    produce_tiles(shared, scheduler, [](Tile&) {}, activations, w, n, k);
   } else {
     take_registers();
-    Consumer<MaskedRows>{shared, {}, row_weight, out, n, k, warpgroup}.run();
+    Consumer<MaskedRows>{shared, {}, row_weight, out, n, k}.run();
   }
 }

@@ -66,10 +66,8 @@ CHORD_DEVICE void multiply(Scheduler scheduler, Rows rows, const u16* x, const u
       for (int half = 0; half < kBlocks; ++half) {
         const u8* codes = block + half * kBlockBytes;
         u32 a[4][4];
-        Codes c;
-        c.set(*reinterpret_cast<const uint4*>(codes),
-              *reinterpret_cast<const uint2*>(codes - warp * 512 - lane * 16 + kCodeBytes + warp * 64 + r * 8));
-        dequantize(c, a);
+        dequantize({*reinterpret_cast<const uint4*>(codes),
+                    *reinterpret_cast<const uint2*>(codes - warp * 512 - lane * 16 + kCodeBytes + warp * 64 + r * 8)}, a);
 #pragma unroll
         for (int step = 0; step < 4; ++step)
 #pragma unroll

@@ -65,9 +65,12 @@ def lane_reads(thread: int) -> tuple[int, int]:
     """Where in the block a thread of the warpgroup reads its 16 bytes of codes and 8 bytes of scales."""
     values = {**CONSTANTS, "thread": thread, "first_block": 0, "kStageK": 1}
     body = Header("consumer.cuh").function("multiply_tile")
-    codes, scales = (assigned(body, name).replace("shared.weights", "0") for name in ("codes", "scales"))
-    values["codes"] = evaluate(codes, values)
-    return values["codes"], evaluate(scales, values)
+    words, scales = (
+        assigned(body, name).replace("offset_in(shared, shared.weights)", "0") for name in ("words", "scales")
+    )
+    values |= {"base": 0}
+    values["words"] = evaluate(words, values)
+    return values["words"], evaluate(scales, values)
 
 
 def fragments(packed: bytes, reads: tuple[int, int]) -> list[tuple[int, int, int, float]]:

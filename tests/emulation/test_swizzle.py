@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.emulation.hardware import swizzle_128
 from tests.emulation.source import Header, assigned, evaluate, returned
 
@@ -26,11 +28,13 @@ def test_sixteen_rows_further_the_swizzle_is_the_same() -> None:
 
 
 def descriptor(address: int, step: int) -> int:
-    body = Header("wgmma.cuh").function("activation_descriptor")
-    values = {"address": address, "step": step}
+    header = Header("wgmma.cuh")
+    body, values = header.function("activation_descriptor"), {"address": address, "step": step}
     for name in ("kSwizzle128", "kGroupStride", "kLeadingUnused"):
         values[name] = evaluate(assigned(body, name), values)
-    return evaluate(returned(body), values)
+    [stepped] = re.findall(r"descriptor_step\(([^)]+)\)", header.function("wgmma_step"))
+    values["bytes"] = evaluate(stepped, values)
+    return evaluate(returned(body), values) + evaluate(returned(header.function("descriptor_step")), values)
 
 
 def test_descriptor_fields() -> None:
