@@ -195,8 +195,8 @@ _RESIDENT_K = 256
 """Up to this K the activations of 128 tokens fit in shared memory twice."""
 _RESIDENT_TOKENS = 104
 """Most tokens of such a tile: with more, the consumers' registers spill."""
-_GROUP = 14
-"""Tiles on the same resident activations: few enough to share out evenly; 14 divides Kimi's 56 blocks of 128 rows."""
+_GROUP = 7
+"""Tiles on the same resident activations: few enough to share out evenly, and 7 divides Kimi's 56 blocks of 128 rows."""
 
 
 def _fit(tile: TileConfig, k: int) -> TileConfig:
