@@ -196,7 +196,7 @@ _RESIDENT_K = 256
 _RESIDENT_TOKENS = 104
 """Most tokens of such a tile: with more, the consumers' registers spill."""
 _GROUP = 7
-"""Tiles on the same resident activations: few enough to share out evenly, and 7 divides Kimi's 56 blocks of 128 rows."""
+"""Tiles on the same resident activations: few enough to share out evenly; 7 divides Kimi's 56 blocks of 128 rows."""
 
 
 def _fit(tile: TileConfig, k: int) -> TileConfig:
