@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 import traceback
@@ -55,15 +56,20 @@ def use_batched_dispatch() -> Any:
 
 def run(out: Path, routes: dict[str, dict[str, Any]]) -> None:
     """Answer the prompts through every route."""
-    import llvmlite.binding.ffi  # noqa: F401
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     from chord_runtime.errors import ChordError
     from chord_runtime.integrations.vllm import method
 
-    # On a CPU, vLLM 0.32 looks for kernels in every module and stumbles over this one, which K2.5's images bring in.
-    del sys.modules["llvmlite.binding.ffi"]
+    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn" or torch.cuda.is_initialized():
+        sys.exit("ranks are spawned, by a process that has not used CUDA: set VLLM_WORKER_MULTIPROC_METHOD=spawn")
+    if current_platform.is_cpu():
+        import llvmlite.binding.ffi  # noqa: F401
+
+        # vLLM 0.32 looks for kernels in every module and stumbles over this one, which K2.5's images bring in.
+        del sys.modules["llvmlite.binding.ffi"]
     common = {
         "dtype": "float32",
         "enforce_eager": True,

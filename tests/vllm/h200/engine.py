@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ class Engine:
 
     def __init__(self, name: str, model: Path, home: Path, **options: Any) -> None:
         """Start it without waiting. ``home`` is new: nothing was compiled or cached there before."""
+        refuse_cuda()
         home.mkdir(parents=True)
         self.name, self.log = name, home / f"{name}.log"
         spawn = multiprocessing.get_context("spawn")
@@ -49,8 +51,7 @@ class Engine:
                 return self._connection.recv()
         except EOFError:
             pass
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
-        raise RuntimeError(f"the engine {self.name} does not answer:\n{tail}")
+        raise RuntimeError(f"the engine {self.name} does not answer:\n{trouble(self.log)}")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``function(llm, *arguments)`` in the process."""
@@ -64,11 +65,35 @@ class Engine:
         self._process.kill()
 
 
+def refuse_cuda() -> None:
+    """Raise RuntimeError in a process that uses CUDA: it must neither hold memory nor be forked beside engines."""
+    if torch.cuda.is_initialized():
+        raise RuntimeError("CUDA is in use in the process that starts engines: do that in a process of its own")
+
+
+def trouble(log: Path) -> str:
+    """What a log says of a failure: its errors in short, for the first is often the cause, and its end."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = dict.fromkeys(line[:400] for line in lines if re.search(r"\b[A-Z]\w*(Error|Exception|Interrupt): ", line))
+    return "\n".join([*list(errors)[:10], "…", *lines[-30:]])
+
+
+CACHES = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "CHORD_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that would lead to caches outside of HOME."""
+
+SPAWNED = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # once CUDA was asked anything, a device count even, forks cannot use it
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for ``collective_rpc`` of functions
+}
+"""vLLM's processes, all of them."""
+
+
 def _serve(connection: Connection, home: Path, log: Path, model: str, options: dict[str, Any]) -> None:
     began = time.perf_counter()
-    for name in ("XDG_CACHE_HOME", "CHORD_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    refuse_cuda()
+    for name in CACHES:
         os.environ.pop(name, None)
-    os.environ |= {"HOME": str(home), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ |= {"HOME": str(home), **SPAWNED}
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -92,6 +117,17 @@ def peak(llm: Any) -> int:
 
 def _peak(worker: Any) -> int:
     return torch.cuda.max_memory_allocated()
+
+
+def versions(llm: Any) -> dict[str, str]:
+    """What was measured, and on which GPU."""
+    import vllm
+
+    return {"gpu": llm.collective_rpc(_gpu)[0], "torch": torch.__version__, "vllm": vllm.__version__}
+
+
+def _gpu(worker: Any) -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
 
 
 def generate(llm: Any, asked: Prompts, tokens: int) -> float:

@@ -14,20 +14,21 @@ if [ ! -e "$site/ready" ]; then
   tar -C "$site" -xJf "$folder"/*.tar.xz
   for wheel in "$folder"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
   python3 -m compileall -q -j 0 "$site" >/dev/null || true  # once, not in every process that starts
-  # What installing this checkout would do: the plugin's entry point, and the packer.
+  # What installing this checkout would do: the plugin's entry point here, the packer below.
   version=$(python3 -c 'from chord_runtime import __version__; print(__version__)')
   info=$site/chord_moe-$version.dist-info
   mkdir -p "$info"
   printf 'Metadata-Version: 2.1\nName: chord-moe\nVersion: %s\n' "$version" >"$info/METADATA"
   printf '[vllm.general_plugins]\nchord = chord_runtime.integrations.vllm:register\n' >"$info/entry_points.txt"
-  include=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
-  suffix=$(python3 -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-  c++ -std=c++17 -O3 -fno-math-errno -shared -fPIC -I"$include" csrc/pack/pack.cpp -o "chord_runtime/format/_pack$suffix"
   touch "$site/ready"
+fi
+packer=chord_runtime/format/_pack$(python3 -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+if [ ! -e "$packer" ]; then
+  include=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+  c++ -std=c++17 -O3 -fno-math-errno -shared -fPIC -I"$include" csrc/pack/pack.cpp -o "$packer"
 fi
 exec 9>&-
 # On some hosts a program that uses NVLink multicast can harm others.
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
 export PYTHONPATH=$PWD:$site HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
-export VLLM_ALLOW_INSECURE_SERIALIZATION=1 # the scripts ask the engines for their peak memory
 python3 -m "tests.vllm.h200.$what" "$out" 2>&1 | tee "$out/$what.log"

@@ -2,7 +2,8 @@
 
 Activations are BF16 here, so two correct implementations differ, and now and then a token is routed to another expert.
 What is required: Chord is as near to Transformers in FP32 as the default backend is, and its routes agree bit for bit.
-Several processes run them at once, on the last GPU; two ranks where there are two GPUs.
+Several processes run them at once, on the last GPU; two ranks where there are two GPUs. What has not answered after
+CHORD_LIMIT_S seconds (default 400) is ended, and the rest reported.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,9 +22,10 @@ from typing import Any
 import torch
 
 from tests.vllm import model
+from tests.vllm.h200.engine import SPAWNED, refuse_cuda, trouble
 from tests.vllm.h200.slice import convert
 
-LIMIT_S = 120
+LIMIT_S = float(os.environ.get("CHORD_LIMIT_S", "400"))
 COMMON = {"dtype": "bfloat16", "gpu_memory_utilization": 0.04, "kv_cache_memory_bytes": 1 << 28}
 KINDS: dict[str, dict[str, Any]] = {
     "eager": {**COMMON, "enforce_eager": True},
@@ -46,15 +49,13 @@ Routes = dict[str, Route]
 def routes(source: str, packed: str, contiguous: str, tp2: str) -> dict[str, Routes]:
     """Routes by process; a process named ``opt-in …`` has CHORD_VLLM=1, one named ``two ranks …`` needs two GPUs.
 
-    Graphs take long to start, so they run the routes that differ in them.
+    Graphs take long to start, so they run the routes that differ in them, each by itself.
     """
     by_humming = {"kernel_config": {"moe_backend": "humming"}}
     two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, "load_format": "chord"}
     return {
-        "default": {
-            "default eager": Route("eager", {"model": source}, same_bits=False),
-            "default graphs": Route("graphs", {"model": source}, same_bits=False),
-        },
+        "default eager": {"default eager": Route("eager", {"model": source}, same_bits=False)},
+        "default graphs": {"default graphs": Route("graphs", {"model": source}, same_bits=False)},
         "eager": {
             "packed eager": Route("eager", {"model": packed}),
             "own loader eager": Route("eager", {"model": packed, "load_format": "chord"}),
@@ -62,10 +63,8 @@ def routes(source: str, packed: str, contiguous: str, tp2: str) -> dict[str, Rou
             "by name eager": Route("eager", {"model": source, "quantization": "chord"}),
             "batched eager": Route("eager", {"model": packed, "batched": True}, same_bits=False),
         },
-        "graphs": {
-            "packed graphs": Route("graphs", {"model": packed}),
-            "contiguous graphs": Route("graphs", {"model": contiguous}),
-        },
+        "packed graphs": {"packed graphs": Route("graphs", {"model": packed})},
+        "contiguous graphs": {"contiguous graphs": Route("graphs", {"model": contiguous})},
         "opt-in eager": {
             "nothing said eager": Route("eager", {"model": source}),
             "as humming eager": Route("eager", {"model": source, "quantization": "humming"}),
@@ -84,17 +83,41 @@ def start(work: Path, process: str, group: Routes, gpu: int) -> subprocess.Popen
     asked = json.dumps({name: {**route.options, **KINDS[route.kind]} for name, route in group.items()})
     environment = {
         **os.environ,
+        **SPAWNED,
         "CHORD_VLLM": str(int(process.startswith("opt-in"))),
+        "VLLM_CACHE_ROOT": str(work / f"{process} cache"),  # of what is compiled: some routes compile the same graph
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "4",
     }
     if not process.startswith("two ranks"):
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     with (work / f"{process}.log").open("wb") as log:
         command = [sys.executable, "-m", "tests.vllm.routes", str(work), asked]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def wait(work: Path, running: dict[str, subprocess.Popen[bytes]], until: float) -> None:
+    """Until all have ended, or that time or SIGTERM ends them; says how each ended, and why if it failed."""
+
+    def terminate(*_: Any) -> None:
+        nonlocal until
+        until = 0.0
+
+    signal.signal(signal.SIGTERM, terminate)
+    began = time.monotonic()
+    left = dict(running)
+    while left:
+        for process, handle in list(left.items()):
+            if time.monotonic() > until:
+                handle.kill()
+                handle.wait()
+            if handle.poll() is None:
+                continue
+            del left[process]
+            print(f"{process}: exit status {handle.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+            if handle.returncode:
+                print(trouble(work / f"{process}.log"), flush=True)
+        time.sleep(0.2)
 
 
 def main(out: Path) -> int:
@@ -107,17 +130,11 @@ def main(out: Path) -> int:
     contiguous = convert(source, work / "contiguous", "--mode", "contiguous")
     tp2 = convert(source, work / "tp2", "--tp", "2")
     gpus = torch.cuda.device_count()
+    refuse_cuda()
     groups = routes(str(source), str(packed), str(contiguous), str(tp2))
     groups = {process: group for process, group in groups.items() if gpus > 1 or not process.startswith("two ranks")}
     running = {process: start(work, process, group, gpus - 1) for process, group in groups.items()}
-    for process, handle in running.items():
-        try:
-            handle.wait(max(0.1, began + LIMIT_S - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            handle.kill()
-        if handle.returncode != 0:
-            log = (work / f"{process}.log").read_text(errors="replace").splitlines()
-            print(f"--- {process}: exit status {handle.returncode}", *log[-40:], sep="\n")
+    wait(work, running, began + LIMIT_S)
     subprocess.run(["tar", "-C", work, "-czf", out / "tiny-logs.tgz", *(f"{p}.log" for p in groups)], check=True)
     chosen = {name: route for group in groups.values() for name, route in group.items()}
     answers = {name: torch.load(work / f"{name}.pt") for name in chosen if (work / f"{name}.pt").exists()}
