@@ -234,4 +234,4 @@ def _unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 def _exponents(device: torch.device) -> Tensor:
     """Factors of the stored scales for rows [.., h, r, ..]: low nibbles (h = 0), then high ones."""
-    return torch.tensor([2.0**LOW_EXP, 2.0**HIGH_EXP], device=device).view(2, 1, 1)
+    return torch.tensor([2.0**LOW_EXP, 2.0**HIGH_EXP], dtype=torch.float32, device=device).view(2, 1, 1)
