@@ -18,11 +18,17 @@ from chord_runtime.format.layout import Projection
 from chord_runtime.format.metadata import Manifest
 from tests.vllm import model
 from tests.vllm.conftest import ROOT, Models, environment
+from tests.vllm.routes import free_port, rank_variables
 
 pytestmark = pytest.mark.vllm
 
 TOLERANCE = 1e-3
+LIMIT_S = 400
+"""For the routes of a process."""
 TEXT = {"language_model_only": True}
+
+# vLLM deals experts out in turn only to models with groups of experts; two groups, both allowed, change nothing.
+ROUND_ROBIN = {"expert_placement_strategy": "round_robin", "hf_overrides": {"n_group": 2, "topk_group": 2}}
 
 Routes = dict[str, dict[str, Any]]
 
@@ -62,14 +68,27 @@ def two_ranks(models: Models) -> Routes:
     """Two processes share the experts, by expert or by slice."""
     two = {"tensor_parallel_size": 2}
     ep = {**two, "enable_expert_parallel": True}
-    # vLLM deals experts out in turn only to models with groups of experts; two groups, both allowed, change nothing.
-    groups = {"expert_placement_strategy": "round_robin", "hf_overrides": {"n_group": 2, "topk_group": 2}}
     return {
-        "ep2 round robin, own loader": {"model": str(models.round_robin), "load_format": "chord", **groups, **ep},
+        "ep2 round robin, own loader": {"model": str(models.round_robin), "load_format": "chord", **ROUND_ROBIN, **ep},
         "ep2, vLLM's loader and filter": {"model": str(models.ep2), "enable_ep_weight_filter": True, **ep},
         "tp2, own loader": {"model": str(models.tp2), "load_format": "chord", **two},
         "tp2, vLLM's loader": {"model": str(models.tp2), **two},
     }
+
+
+def data_parallel(models: Models) -> Routes:
+    """Two engines with their own requests share the experts, by expert or by slice, and gather each other's tokens.
+
+    The gathering is the test's: see ``routes.add_gathers``.
+    """
+    inside = {"distributed_executor_backend": "uni"}
+    return {
+        "dp2 ep2": {"model": str(models.ep2), "load_format": "chord", "enable_expert_parallel": True, **inside},
+        "dp2 ep2 round robin": {
+            "model": str(models.round_robin), "enable_expert_parallel": True, **ROUND_ROBIN, **inside,
+        },
+        "dp2 cut in two": {"model": str(models.tp2), "load_format": "chord", **inside},
+    }  # fmt: skip
 
 
 GROUPS: dict[Callable[[Models], Routes], dict[str, str]] = {
@@ -77,8 +96,21 @@ GROUPS: dict[Callable[[Models], Routes], dict[str, str]] = {
     compiled: {"TORCHDYNAMO_DISABLE": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"},
     opted_in: {"CHORD_VLLM": "1"},
     two_ranks: {},
+    data_parallel: {},
 }
-NAMES = [(group, name) for group in GROUPS for name in group(Models(*[Path()] * 7))]
+RANKS = ("", ", rank 0", ", rank 1")
+NAMES = [
+    (group, name + rank)
+    for group in GROUPS
+    for name in group(Models(*[Path()] * 7))
+    for rank in (RANKS[1:] if group is data_parallel else RANKS[:1])
+]
+
+
+def start(command: list[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """A process of vLLM's with its output in a file."""
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=environment(**variables), cwd=ROOT, stdout=file, stderr=file)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +121,20 @@ def run(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[A
     def once(group: Callable[[Models], Routes]) -> tuple[Path, str]:
         if group not in done:
             out = tmp_path_factory.mktemp(group.__name__)
-            command = [sys.executable, "-m", "tests.vllm.routes", str(out), json.dumps(group(models))]
-            ran = subprocess.run(command, env=environment(**GROUPS[group]), cwd=ROOT, capture_output=True, text=True)
-            log = ran.stdout + ran.stderr
-            assert ran.returncode == 0, log[-6000:]
+            port, suffixes = free_port(), RANKS[1:] if group is data_parallel else RANKS[:1]
+            processes = []
+            for rank, suffix in enumerate(suffixes):
+                routes = json.dumps({name + suffix: options for name, options in group(models).items()})
+                command = [sys.executable, "-m", "tests.vllm.routes", str(out), routes]
+                variables = GROUPS[group] | (rank_variables(rank, port) if suffix else {})
+                processes.append(start(command, out / f"{rank}.log", **variables))
+            try:
+                codes = [process.wait(LIMIT_S) for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()  # a rank waits for ever for one that failed
+            log = "".join(path.read_text(errors="replace") for path in sorted(out.glob("*.log")))
+            assert not any(codes), log[-6000:]
             done[group] = (out, log)
         return done[group]
 

