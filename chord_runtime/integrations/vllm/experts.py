@@ -18,6 +18,10 @@ from vllm.platforms import current_platform
 from chord_runtime.layer import PackedLayer, moe_layer
 from chord_runtime.ops.api import masked
 
+TOKENS_AT_A_TIME = 32768
+"""Larger batches, which data parallelism gathers, run in parts: a token's bits are the same, what lives between the
+kernels stays below 5 GB at Kimi's sizes, and so do the activations that ``indexed`` gathers from (4 GiB at most)."""
+
 
 class ChordExperts(mk.FusedMoEExpertsModular):
     """What both formats share."""
@@ -116,7 +120,13 @@ class StandardExperts(ChordExperts):
 
     def run(self, output: Tensor, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, meta: Any) -> None:
         """The whole layer, in the mode that :func:`chord_runtime.routing.convention` takes."""
-        moe_layer(rows, self.layer, topk_ids, topk_weights.float(), out=output)
+        weights, tokens = topk_weights.float(), rows.shape[0]
+        if tokens <= TOKENS_AT_A_TIME:
+            moe_layer(rows, self.layer, topk_ids, weights, out=output)
+            return
+        for start in range(0, tokens, TOKENS_AT_A_TIME):
+            part = slice(start, start + TOKENS_AT_A_TIME)
+            moe_layer(rows[part], self.layer, topk_ids[part], weights[part], out=output[part])
 
 
 class BatchedExperts(ChordExperts):
