@@ -21,7 +21,11 @@ from chord_runtime.errors import KernelError
     help="Target; may be repeated. Default: the GPUs here.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Compiles at once. Default: one for each core.")
-@click.option("--check", is_flag=True, help="Fail on serialised wgmma, spills, or shared memory over the limit.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Fail on serialised wgmma, spills, or shared memory over the limit; keeping the kernels is then optional.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a kernel instead of the table.")
 def warmup(archs: tuple[str, ...], jobs: int | None, check: bool, as_json: bool) -> None:
     """Compile every kernel that selection can choose into the disk cache. Needs no GPU when --arch is given."""
@@ -29,7 +33,7 @@ def warmup(archs: tuple[str, ...], jobs: int | None, check: bool, as_json: bool)
     outcomes = []
     if not as_json:
         click.echo(_row("kernel", "arch", "registers", "shared B", "spill B", "seconds", "from"))
-    for outcome in warm_up(instantiations(archs or detected_archs()), jobs=jobs):
+    for outcome in warm_up(instantiations(archs or detected_archs()), jobs=jobs, keep=not check):
         outcomes.append(outcome)
         click.echo(json.dumps(as_dict(outcome)) if as_json else _line(outcome))
     broken = [outcome for outcome in outcomes if outcome.cubin is None]

@@ -8,19 +8,26 @@ import hashlib
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+from chord_runtime.errors import OutputError, UsageError
 
 _MAGIC = b"chord-kernel-1 "
 LOCK_TIMEOUT_S = 120.0  # far above any compile: only a stopped process holds a lock this long
 
 
 def cache_dir() -> Path | None:
-    """``CHORD_CACHE_DIR``, else ``chord`` under the XDG cache folder; None where the user has no home folder."""
+    """``CHORD_CACHE_DIR``, else ``chord`` under the XDG cache folder; None where the user has no home folder.
+
+    Raises:
+        UsageError: ``CHORD_CACHE_DIR`` is under the home folder of a user that does not exist.
+    """
     if chosen := os.environ.get("CHORD_CACHE_DIR"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise UsageError(f"CHORD_CACHE_DIR={chosen}: {error}; set it to a writable folder") from error
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "chord"
     try:
@@ -30,10 +37,7 @@ def cache_dir() -> Path | None:
 
 
 class KernelCache:
-    """Named entries of bytes in one folder.
-
-    A folder that cannot be written only costs time: kernels are compiled again by each process, after one warning.
-    """
+    """Named entries of bytes in one folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -50,16 +54,18 @@ class KernelCache:
         return payload if head == _header(payload) else None
 
     def write(self, name: str, payload: bytes) -> None:
-        """Make the entry durable under its name; a reader sees all of it or nothing."""
+        """Make the entry durable under its name; a reader sees all of it or nothing.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
         if self.folder is None:
-            _warn_unusable("<none>", "no home folder")
-            return
+            raise _unusable("<none>", "no home folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, aside = tempfile.mkstemp(dir=self.folder, prefix=f".{name}.", suffix=".tmp")
         except OSError as error:
-            _warn_unusable(str(self.folder), str(error))
-            return
+            raise _unusable(self.folder, error) from error
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(_header(payload) + b"\n" + payload)
@@ -70,7 +76,7 @@ class KernelCache:
         except OSError as error:
             with contextlib.suppress(OSError):
                 Path(aside).unlink()
-            _warn_unusable(str(self.folder), str(error))
+            raise _unusable(self.folder, error) from error
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
@@ -121,11 +127,9 @@ def _header(payload: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(payload).hexdigest().encode()
 
 
-@cache
-def _warn_unusable(folder: str, reason: str) -> None:
-    warnings.warn(
-        f"the kernel cache {folder} cannot be written ({reason}): kernels are compiled again in every process. "
-        "Set CHORD_CACHE_DIR to a writable folder, or fill the cache once with `chord warmup`.",
-        RuntimeWarning,
-        stacklevel=4,
+def _unusable(folder: Path | str, reason: OSError | str) -> OutputError:
+    what = reason.strerror if isinstance(reason, OSError) else reason  # without the name of the entry: one text for all
+    return OutputError(
+        f"the kernel cache {folder} cannot be written ({what}): set CHORD_CACHE_DIR to a writable folder, or to one "
+        "that `chord warmup` has filled"
     )

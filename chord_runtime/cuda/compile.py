@@ -21,7 +21,7 @@ from typing import Any
 
 from chord_runtime.cuda.cache import KernelCache, cache_dir
 from chord_runtime.cuda.elf import exported_constants
-from chord_runtime.errors import KernelError
+from chord_runtime.errors import KernelError, OutputError, UsageError
 from chord_runtime.resources import csrc_dir
 
 # Dynamic plus static shared memory one block may use, bytes (CUDA programming guide, compute capabilities).
@@ -98,9 +98,11 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def compile_kernel(
-    name: str, defines: Mapping[str, int], arch: str, *, root: Path | None = None, warn: bool = True
+    name: str, defines: Mapping[str, int], arch: str, *, root: Path | None = None, warn: bool = True, keep: bool = False
 ) -> Cubin:
     """Compile ``kernels/{name}.cu``, or read it from the disk cache.
+
+    A cache that cannot be written only costs time: each process compiles again, after one warning.
 
     Args:
         name: file under ``kernels/`` of the source root, without ``.cu``.
@@ -108,16 +110,18 @@ def compile_kernel(
         arch: ``sm_90a``, ``sm_100a``, ``sm_103a`` or ``sm_120a``.
         root: the folder that ``#include "chord/…"`` starts from; the package's csrc/ by default.
         warn: warn of what ``Cubin.problems`` finds; a caller that reports it itself says False.
+        keep: refuse a cache that cannot be written, rather than warn of it.
 
     Raises:
         KernelError: no NVRTC, an unknown architecture or kernel, or a compile error (with the log's first lines).
+        OutputError: with ``keep``, the cache cannot be written.
+        UsageError: ``CHORD_CACHE_DIR`` or ``CHORD_NVRTC_OPTIONS`` cannot be meant.
     """
     if arch not in SHARED_LIMIT:
         raise KernelError(f"architecture {arch!r} is not supported; choose one of {', '.join(SHARED_LIMIT)}")
     root = csrc_dir() if root is None else root
     sources = read_sources(name, root)
-    extra = shlex.split(os.environ.get("CHORD_NVRTC_OPTIONS", ""))
-    options = [*_OPTIONS, f"--gpu-architecture={arch}", *extra]
+    options = [*_OPTIONS, f"--gpu-architecture={arch}", *_extra_options()]
     options += [f"--define-macro={key}={int(value)}" for key, value in sorted(defines.items())]
     described = json.dumps([nvrtc_version(), options, [[path, text.decode()] for path, text in sources.items()]])
     entry = f"{name}-{arch}-{hashlib.sha256(described.encode()).hexdigest()[:40]}"
@@ -126,10 +130,28 @@ def compile_kernel(
         with disk.lock(entry):
             if (found := _decode(disk.read(entry))) is None:
                 found = _compile(name, dict(defines), arch, sources, [*options, f"--include-path={root}"])
-                disk.write(entry, _encode(found))
+                try:
+                    disk.write(entry, _encode(found))
+                except OutputError as error:
+                    if keep:
+                        raise
+                    _warn_once(str(error))
     if warn and (bad := found.problems()):
         warnings.warn(f"kernel {found.title} will be slow: {'; '.join(bad)}", RuntimeWarning, stacklevel=2)
     return found
+
+
+def _extra_options() -> list[str]:
+    text = os.environ.get("CHORD_NVRTC_OPTIONS", "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"CHORD_NVRTC_OPTIONS={text} cannot be split into options as a shell does: {error}") from error
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(f"{text}. Until then every process compiles its kernels", RuntimeWarning, stacklevel=3)
 
 
 def read_sources(name: str, root: Path) -> dict[str, bytes]:

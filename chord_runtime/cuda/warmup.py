@@ -51,24 +51,31 @@ def instantiations(archs: Iterable[str]) -> list[Instantiation]:
     return [(name, defines, arch) for arch in archs for name, defines in [*select.all_configs(arch), *route.CONFIGS]]
 
 
-def warm_up(work: Iterable[Instantiation], *, jobs: int | None = None, root: Path | None = None) -> Iterator[Outcome]:
+def warm_up(
+    work: Iterable[Instantiation], *, jobs: int | None = None, root: Path | None = None, keep: bool = False
+) -> Iterator[Outcome]:
     """Compile each instantiation into the cache; outcomes come in the order of ``work``, as they are ready.
 
     Args:
         work: from ``instantiations``.
         jobs: compiles at once; by default one for each core this process may use.
         root: source root, as for ``compile_kernel``.
+        keep: stop at the first kernel that cannot be kept.
+
+    Raises:
+        OutputError: with ``keep``, the cache cannot be written.
+        UsageError: as ``compile_kernel`` does.
     """
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-        yield from pool.map(lambda item: _one(item, root), work)
+        yield from pool.map(lambda item: _one(item, root, keep), work)
 
 
-def _one(item: Instantiation, root: Path | None) -> Outcome:
+def _one(item: Instantiation, root: Path | None, keep: bool) -> Outcome:
     name, defines, arch = item
     started = time.perf_counter()
     cubin, problems = None, []
     try:
-        cubin = compile_kernel(name, defines, arch, root=root, warn=False)
+        cubin = compile_kernel(name, defines, arch, root=root, warn=False, keep=keep)
         problems = cubin.problems()
     except KernelError as error:
         problems = [str(error)]

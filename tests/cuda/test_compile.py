@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA bindings are an extra")
 
 from chord_runtime.cuda import cache, compile
-from chord_runtime.errors import KernelError
+from chord_runtime.errors import KernelError, UsageError
 from tests.cuda.sources import SCALE, SLOW, TWO, write_sources
 
 
@@ -101,7 +101,7 @@ def test_entry_of_another_layout_is_compiled_again(root: Path) -> None:
 @pytest.mark.parametrize("folder", ["/proc/chord", "/dev/full/chord"])
 def test_unusable_folder_costs_one_warning(root: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.setenv("CHORD_CACHE_DIR", folder)
-    cache._warn_unusable.cache_clear()
+    compile._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="CHORD_CACHE_DIR") as caught:
         first = compile.compile_kernel("scale", {"TIMES": 3}, "sm_90a", root=root)
         second = compile.compile_kernel("scale", {"TIMES": 3}, "sm_90a", root=root)
@@ -114,7 +114,7 @@ def test_full_disk_leaves_nothing_behind(root: Path, monkeypatch: pytest.MonkeyP
     def full(_handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    cache._warn_unusable.cache_clear()
+    compile._warn_once.cache_clear()
     monkeypatch.setattr(cache.os, "fsync", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
         cubin = compile.compile_kernel("scale", {"TIMES": 3}, "sm_90a", root=root)
@@ -241,6 +241,21 @@ def test_cache_folder_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/c")
     assert cache.cache_dir() == Path("/c/.cache/chord")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("CHORD_CACHE_DIR", "~nosuchuser/x", r"CHORD_CACHE_DIR=~nosuchuser/x: .*; set it to a writable folder"),
+        ("CHORD_NVRTC_OPTIONS", '"x', r'CHORD_NVRTC_OPTIONS="x cannot be split .*: No closing quotation'),
+    ],
+)
+def test_variables_that_cannot_be_meant(
+    root: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(UsageError, match=message):
+        compile.compile_kernel("scale", {"TIMES": 3}, "sm_90a", root=root)
 
 
 def test_warm_read_is_fast(root: Path) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA bindings are an extr
 
 from chord_runtime.commands import warmup as command_module
 from chord_runtime.cuda import compile, warmup
-from chord_runtime.errors import KernelError
+from chord_runtime.errors import ChordError, KernelError, OutputError
 from tests.cuda.sources import SLOW, write_sources
 
 GOOD = [("scale", {"TIMES": times}, arch) for times in (2, 3) for arch in ("sm_90a", "sm_100a")]
@@ -32,7 +32,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, work: list[warmup.Instantiation], *options: str) -> tuple[int, str]:
     monkeypatch.setattr(command_module, "instantiations", lambda archs: [item for item in work if item[2] in archs])
     result = CliRunner().invoke(command_module.warmup, ["--jobs", "2", *options])
-    assert result.exception is None or isinstance(result.exception, KernelError), result.exception
+    assert result.exception is None or isinstance(result.exception, ChordError), result.exception
     return (0 if result.exception is None else 1), result.output + str(result.exception or "")
 
 
@@ -69,6 +69,28 @@ def test_a_kernel_that_does_not_compile_fails_without_check(root: Path, monkeypa
     assert code == 1
     assert "kernel broken() does not compile for sm_90a" in text
     assert "scale times=3" in text, "the others are compiled all the same"
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/etc/hostname", "/tmp/" + "x" * 300])
+def test_kernels_that_cannot_be_kept_fail_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.setenv("CHORD_CACHE_DIR", folder)
+    code, text = run(monkeypatch, GOOD, "--arch", "sm_90a")
+    assert code == 1
+    assert text.count("cannot be written") == 1
+    assert f"the kernel cache {folder} cannot be written" in text and "set CHORD_CACHE_DIR" in text
+    compile._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        assert run(monkeypatch, GOOD, "--arch", "sm_90a", "--check")[0] == 0, "the check does not need the cache"
+
+
+def test_a_filled_cache_that_cannot_be_written_is_enough(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object) -> None:
+        raise OutputError("read-only")
+
+    assert run(monkeypatch, GOOD, "--arch", "sm_90a")[0] == 0
+    monkeypatch.setattr(compile.KernelCache, "write", refuse)
+    assert run(monkeypatch, GOOD, "--arch", "sm_90a")[0] == 0
+    assert run(monkeypatch, GOOD, "--arch", "sm_100a")[0] == 1
 
 
 def test_json_is_one_object_a_kernel(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
