@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -81,11 +82,11 @@ def trouble(log: Path) -> str:
 CACHES = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "CHORD_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that would lead to caches outside of HOME."""
 
-SPAWNED = {
+PROCESSES = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # once CUDA was asked anything, a device count even, forks cannot use it
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for ``collective_rpc`` of functions
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all prompts of a call are there before the first step: batches repeat
 }
-"""vLLM's processes, all of them."""
+"""vLLM's processes: one for each rank, none of them forked."""
 
 
 def _serve(connection: Connection, home: Path, log: Path, model: str, options: dict[str, Any]) -> None:
@@ -93,21 +94,28 @@ def _serve(connection: Connection, home: Path, log: Path, model: str, options: d
     refuse_cuda()
     for name in CACHES:
         os.environ.pop(name, None)
-    os.environ |= {"HOME": str(home), **SPAWNED}
+    os.environ |= {"HOME": str(home), **PROCESSES}
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     from vllm import LLM
 
-    llm = LLM(model, **DEFAULTS | options)
-    connection.send({"start_s": time.perf_counter() - began, "start_peak_bytes": peak(llm)})
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:
+    llm = None
+    try:
+        llm = LLM(model, **DEFAULTS | options)
+        connection.send({"start_s": time.perf_counter() - began, "start_peak_bytes": peak(llm)})
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:
+                return
+            connection.send(function(llm, *arguments))
+    except Exception:
+        traceback.print_exc()
+    finally:
+        connection.close()  # tells the other side, which then reads the log
+        if llm is not None:
             llm.llm_engine.engine_core.shutdown()
-            return
-        connection.send(function(llm, *arguments))
 
 
 def peak(llm: Any) -> int:

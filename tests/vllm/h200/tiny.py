@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tests.vllm import model
-from tests.vllm.h200.engine import SPAWNED, refuse_cuda, trouble
+from tests.vllm.h200.engine import PROCESSES, refuse_cuda, trouble
 from tests.vllm.h200.slice import convert
 from tests.vllm.routes import free_port, rank_variables
 
@@ -89,10 +89,9 @@ def start(work: Path, process: str, group: Routes, gpu: int, port: int) -> subpr
     asked = json.dumps({name: {**route.options, **KINDS[route.kind]} for name, route in group.items()})
     environment = {
         **os.environ,
-        **SPAWNED,
+        **PROCESSES,
         "CHORD_VLLM": str(int(process.startswith("opt-in"))),
         "VLLM_CACHE_ROOT": str(work / f"{process} cache"),  # of what is compiled: some routes compile the same graph
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
     }
     if not process.startswith("two ranks"):
