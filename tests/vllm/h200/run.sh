@@ -31,4 +31,5 @@ exec 9>&-
 # On some hosts a program that uses NVLink multicast can harm others.
 export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
 export PYTHONPATH=$PWD:$site HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
+trap '' TERM # is the script's to handle: it saves what there is, and tee must see that
 python3 -m "tests.vllm.h200.$what" "$out" 2>&1 | tee "$out/$what.log"

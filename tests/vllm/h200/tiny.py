@@ -129,6 +129,7 @@ def wait(work: Path, running: dict[str, subprocess.Popen[bytes]], until: float) 
 
 def main(out: Path) -> int:
     """Run all routes; returns the number of requirements not met."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     began = time.monotonic()
     work = Path("/tmp/chord-tiny")
     shutil.rmtree(work, ignore_errors=True)
