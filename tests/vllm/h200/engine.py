@@ -79,8 +79,8 @@ def trouble(log: Path) -> str:
     return "\n".join([*list(errors)[:10], "…", *lines[-30:]])
 
 
-CACHES = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "CHORD_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that would lead to caches outside of HOME."""
+CACHES = ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "CHORD_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables that would lead to caches outside of HOME, where they are otherwise."""
 
 PROCESSES = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # once CUDA was asked anything, a device count even, forks cannot use it
@@ -94,7 +94,7 @@ def _serve(connection: Connection, home: Path, log: Path, model: str, options: d
     refuse_cuda()
     for name in CACHES:
         os.environ.pop(name, None)
-    os.environ |= {"HOME": str(home), **PROCESSES}
+    os.environ |= {"HOME": str(home), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), **PROCESSES}
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
