@@ -134,14 +134,14 @@ def choose(patterns: Iterable[str] = (), *, quick: bool = False) -> list[Case]:
     ]
     patterns = list(patterns)
     for pattern in patterns:
-        if not any(_matches(case, pattern) for case in cases):
+        if not any(matches(case.key, pattern) for case in cases):
             names = ", ".join(scenario.name for scenario in SCENARIOS)
             raise UsageError(
                 f"no point matches {pattern!r}; points are SCENARIO/STAGE/POINT with SCENARIO one of {names} and STAGE "
                 f"gate_up or down, for example masked/gate_up/8 or 'tp8/*'"
                 + (" (without --quick there are more)" if quick else "")
             )
-    return [case for case in cases if not patterns or any(_matches(case, pattern) for pattern in patterns)]
+    return [case for case in cases if not patterns or any(matches(case.key, pattern) for pattern in patterns)]
 
 
 def case_of(key: str) -> Case:
@@ -154,5 +154,6 @@ def case_of(key: str) -> Case:
     return case
 
 
-def _matches(case: Case, pattern: str) -> bool:
-    return fnmatchcase(case.key, pattern) or case.key.startswith(pattern + "/")
+def matches(key: str, pattern: str) -> bool:
+    """Whether a point's key is meant by a pattern, or lies under it."""
+    return fnmatchcase(key, pattern) or key.startswith(pattern + "/")

@@ -7,12 +7,10 @@ device's work and not Python; where one cannot be captured, all of that point ru
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,10 +19,11 @@ import torch
 from torch import Tensor
 
 from chord_runtime import routing
-from chord_runtime.bench.cases import TOP_K
+from chord_runtime.bench.cases import TOP_K, matches
+from chord_runtime.bench.files import load_json, write_json
 from chord_runtime.bench.problem import MAX_ERROR, random_experts
 from chord_runtime.bench.report import table
-from chord_runtime.bench.results import OURS, Measurement, check_same, geometric_mean, measurement, write_json
+from chord_runtime.bench.results import OURS, Measurement, check_same, geometric_mean, measurement
 from chord_runtime.bench.run import Needed, compile_kernels, reason, tried
 from chord_runtime.bench.timing import Timer, Timing
 from chord_runtime.errors import KernelError, UsageError
@@ -131,12 +130,12 @@ def choose(patterns: Iterable[str] = (), *, quick: bool = False) -> list[LayerCa
     cases = [LayerCase(scenario, tokens) for scenario in SCENARIOS for tokens in points]
     patterns = list(patterns)
     for pattern in patterns:
-        if not any(_matches(case, pattern) for case in cases):
+        if not any(matches(case.key, pattern) for case in cases):
             raise UsageError(
                 f"no layer point matches {pattern!r}; points are SCENARIO/TOKENS with SCENARIO ep8 or tp8 and TOKENS "
                 f"{', '.join(map(str, points))}"
             )
-    return [case for case in cases if not patterns or any(_matches(case, pattern) for pattern in patterns)]
+    return [case for case in cases if not patterns or any(matches(case.key, pattern) for pattern in patterns)]
 
 
 def make_layer(scenario: LayerScenario, device: str) -> PackedLayer:
@@ -287,10 +286,6 @@ def _reference(problem: LayerProblem) -> Tensor:
     return total.to(problem.x.dtype)
 
 
-def _matches(case: LayerCase, pattern: str) -> bool:
-    return fnmatchcase(case.key, pattern) or case.key.startswith(pattern + "/")
-
-
 @dataclass(frozen=True)
 class LayerResults:
     """A whole run."""
@@ -305,20 +300,15 @@ class LayerResults:
         return replace(other, points=self.points | other.points)
 
     def save(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
+        """Write as JSON, whole or not at all; raises OutputError if it cannot be written."""
         write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
     def load(cls, path: Path) -> LayerResults:
         """Read what ``save`` wrote; raises UsageError for anything else."""
-        try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise UsageError(f"{path} holds results of format {data['format']!r}; --layer reads {FORMAT!r}")
-            points = {key: measurement(point) for key, point in data["points"].items()}
-            return cls(data["machine"], data["method"], points)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not a file of layer results ({type(error).__name__}: {error})") from error
+        data = load_json(path, FORMAT)
+        points = {key: measurement(point) for key, point in data["points"].items()}
+        return cls(data["machine"], data["method"], points)
 
     def speedup(self, key: str) -> float | None:
         """Time of the fastest peer over Chord's; None where either is missing."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from chord_runtime.bench.cases import Case
+from chord_runtime.bench.files import target, write
 from chord_runtime.bench.results import HUMMING, OURS, Results
 from chord_runtime.errors import UsageError
 
@@ -28,12 +30,31 @@ _TITLE = (
 _STYLE = {"font.size": 11, "svg.hashsalt": "chord", "axes.spines.top": False, "axes.spines.right": False}
 
 
-def plot(results: Results, stem: Path) -> list[Path]:
-    """Write ``stem``.png and ``stem``.svg; returns the paths.
+def paths_of(stem: Path) -> tuple[Path, Path]:
+    """``stem``.png and ``stem``.svg.
 
     Raises:
-        UsageError: matplotlib is not installed.
+        UsageError: the stem has no name.
+        OutputError: they cannot be written.
     """
+    if stem.name in ("", ".."):
+        raise UsageError(f"{str(stem)!r} names a folder; give the files a name, as --plot bench for bench.png and .svg")
+    png, svg = (stem.with_name(stem.name + suffix) for suffix in (".png", ".svg"))
+    for path in (png, svg):
+        target(path)
+    return png, svg
+
+
+def plot(results: Results, stem: Path) -> tuple[Path, Path]:
+    """Write ``stem``.png and ``stem``.svg, both or none; returns the paths.
+
+    Raises:
+        UsageError: matplotlib is not installed, or there is no point to draw.
+        OutputError: the files cannot be written.
+    """
+    paths = paths_of(stem)
+    if not results.cases:
+        raise UsageError("there is no point to plot: the results hold none, or only points that are not known here")
     try:
         import matplotlib
 
@@ -61,11 +82,11 @@ def plot(results: Results, stem: Path) -> list[Path]:
         figure.legend([lines[name] for name in names], names, loc="outside lower center", ncols=columns, frameon=False)
         title = _TITLE.format(device=results.machine["device"].partition(" (")[0])
         figure.suptitle("\n".join(wrap(title, round(11 * size[0]))), fontsize=12)
-        paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(paths[0], dpi=150)
-        figure.savefig(paths[1], metadata={"Date": None})
+        png, svg = BytesIO(), BytesIO()
+        figure.savefig(png, format="png", dpi=150)
+        figure.savefig(svg, format="svg", metadata={"Date": None})
         pyplot.close(figure)
+    write({paths[0]: png.getvalue(), paths[1]: svg.getvalue()})
     return paths
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from chord_runtime.bench.cases import Case, all_cases
 from chord_runtime.bench.ceilings import Ceilings, dense_flops
+from chord_runtime.bench.files import load_json, write_json
 from chord_runtime.bench.peers import CHORD_PUBLISHED, HUMMING_RECORDED, RECORDED_DEVICE
 from chord_runtime.bench.timing import Timing
 from chord_runtime.errors import UsageError
@@ -61,7 +60,7 @@ class Results:
     @property
     def recorded_apply(self) -> bool:
         """Whether figures recorded on another H200 may stand beside these."""
-        return RECORDED_DEVICE in self.machine.get("device", "")
+        return RECORDED_DEVICE in self.machine["device"]
 
     def us(self, case: Case, contender: str = OURS) -> float | None:
         """Median time of a contender in turns, if it ran."""
@@ -117,7 +116,7 @@ class Results:
         return replace(other, points=self.points | other.points)
 
     def save(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
+        """Write as JSON, whole or not at all; raises OutputError if it cannot be written."""
         write_json(path, {"format": FORMAT, **asdict(self)})
 
     @classmethod
@@ -127,14 +126,9 @@ class Results:
         Raises:
             UsageError: the file is not such JSON, or of another format.
         """
-        try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise UsageError(f"{path} has results of format {data['format']}; this version reads {FORMAT}")
-            points = {key: measurement(point) for key, point in data["points"].items()}
-            return cls(data["machine"], data["method"], Ceilings(**data["ceilings"]), points)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not a file of bench results ({type(error).__name__}: {error})") from error
+        data = load_json(path, FORMAT)
+        points = {key: measurement(point) for key, point in data["points"].items()}
+        return cls(data["machine"], data["method"], Ceilings(**data["ceilings"]), points)
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
@@ -152,14 +146,6 @@ def check_same(old: dict[str, str], new: dict[str, str]) -> None:
             + "; ".join(f"{name} {old.get(name)!r} and {new.get(name)!r}" for name in different)
             + ". Save them in files of their own"
         )
-
-
-def write_json(path: Path, data: object) -> None:
-    """Write a file that is never seen half-written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(data, indent=1) + "\n")
-    part.replace(path)
 
 
 def measurement(point: dict[str, Any]) -> Measurement:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import click
 
 from chord_runtime.bench.cases import Case, choose
+from chord_runtime.bench.files import target
+from chord_runtime.bench.plot import paths_of
+from chord_runtime.bench.plot import plot as draw
 from chord_runtime.bench.report import brief as brief_report
 from chord_runtime.bench.report import compare as compare_results
 from chord_runtime.bench.report import report
@@ -81,9 +84,13 @@ def bench(
     if explain:
         click.echo(_explain())
         return
+    if layer and (plot or compare or brief):
+        raise UsageError("--brief, --plot and --compare are for the three operations: leave out --layer")
+    if save:
+        target(save)
+    if plot:
+        paths_of(plot)
     if layer:
-        if plot or compare or brief:
-            raise UsageError("--brief, --plot and --compare are for the three operations: leave out --layer")
         _bench_layer(points, quick, not no_peers, save, sources)
         return
     before = Results.load(compare) if compare else None
@@ -95,8 +102,6 @@ def bench(
         results = _measure(choose(points, quick=quick), quick, not no_peers, save)
     click.echo(brief_report(results) if brief else report(results))
     if plot:
-        from chord_runtime.bench.plot import plot as draw
-
         click.echo("plotted: " + ", ".join(str(path) for path in draw(results, plot)))
     _fail_if_any(results)
     if before:

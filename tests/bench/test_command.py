@@ -135,5 +135,19 @@ def test_explain_needs_no_gpu_and_has_a_reason_for_every_tile(monkeypatch: pytes
     assert all(len(row) > header.index("why") for row in rows)
 
 
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "/dev/full", "/proc/nope/x", "{tmp}/old.json/x"])
+def test_what_cannot_be_written_is_told_before_anything_is_read(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
+) -> None:
+    if (option, name) == ("--plot", "/dev/full"):
+        name = "/dev/full/x"
+    monkeypatch.setattr(Results, "load", lambda path: pytest.fail(f"{path} was read"))
+    found = CliRunner().invoke(bench, ["--from", str(saved), option, name.format(tmp=saved.parent)])
+    told = found.output + str(found.exception)
+    assert found.exit_code in (1, 2) and isinstance(found.exception, (ChordError, SystemExit)), found.exception
+    assert "cannot be written" in told or "is a directory" in told or "names a folder" in told
+
+
 def test_missing_file(tmp_path: Path) -> None:
     assert "is not a file of bench results" in str(run("--from", tmp_path / "none.json").exception)

@@ -10,7 +10,7 @@ import pytest
 
 from chord_runtime.bench import plot as plot_module
 from chord_runtime.bench.plot import plot
-from chord_runtime.errors import UsageError
+from chord_runtime.errors import OutputError, UsageError
 from tests.bench.samples import sample
 
 
@@ -37,6 +37,22 @@ def test_one_scenario_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one = replace(sample(), points={"masked/down/8": sample().points["masked/down/8"]})
     assert plot(one, tmp_path / "one")[0].stat().st_size > 5000
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_point(tmp_path: Path, known: bool) -> None:
+    pytest.importorskip("matplotlib")
+    points = {} if known else {"masked/down/9": sample().points["masked/down/8"]}
+    with pytest.raises(UsageError, match="no point to plot"):
+        plot(replace(sample(), points=points), tmp_path / "bench")
+
+
+def test_both_files_or_none(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "bench.svg").mkdir()
+    with pytest.raises(OutputError, match=r"bench\.svg cannot be written: it is not a regular file"):
+        plot(sample(), tmp_path / "bench")
+    assert not (tmp_path / "bench.png").exists()
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
