@@ -8,6 +8,7 @@ from itertools import groupby
 
 from chord_runtime.bench.cases import Case
 from chord_runtime.bench.results import DENSE, HUMMING, OURS, Results, geometric_mean
+from chord_runtime.errors import UsageError
 
 TOLERANCE = 0.03
 """A point this much slower than before is a regression: runs of the same code differ by up to 2 %."""
@@ -23,7 +24,7 @@ def report(results: Results) -> str:
 
 
 def brief(results: Results) -> str:
-    """One row for each scenario and projection, as the README shows it."""
+    """One row for each scenario and projection."""
     rows = []
     peers = list(dict.fromkeys(name for case in results.cases for name in results.peers(case)))
     figures: dict[str, Callable[[Case], float | None]] = {
@@ -43,8 +44,14 @@ def brief(results: Results) -> str:
 
 
 def compare(old: Results, new: Results) -> tuple[str, list[Case]]:
-    """A table of the points that both runs measured, and those of them that regressed."""
+    """A table of the points that both runs measured, and those of them that regressed.
+
+    Raises:
+        UsageError: there is no such point.
+    """
     shared = [case for case in new.cases if case.key in old.points and old.us(case) and new.us(case)]
+    if not shared:
+        raise UsageError("nothing to compare: no point was measured in both runs; chord bench --points chooses points")
     ratios = {case.key: (new.us(case) or 0) / (old.us(case) or 1) for case in shared}
     regressed = [case for case in shared if ratios[case.key] > 1 + TOLERANCE]
     rows = [
@@ -59,11 +66,14 @@ def compare(old: Results, new: Results) -> tuple[str, list[Case]]:
     ]
     text = table(["point", "before µs", "now µs", "change", ""], rows)
     mean = geometric_mean(ratios.values())
-    if mean is None:
-        return "no point was measured in both runs", []
-    if old.machine.get("device") != new.machine.get("device"):
-        text += f"\n\nbefore on {old.machine.get('device')}, now on {new.machine.get('device')}: not the same card"
-    summary = f"{len(shared)} points, geometric mean {mean - 1:+.1%}, {len(regressed)} slower by over {TOLERANCE:.0%}"
+    if old.machine["device"] != new.machine["device"]:
+        text += f"\n\nbefore on {old.machine['device']}, now on {new.machine['device']}: not the same card"
+    for name in {**old.method, **new.method}:
+        if (before := old.method.get(name)) != (now := new.method.get(name)):
+            text += f"\n\n{name}: before {before}, now {now}: not measured alike"
+    summary = (
+        f"{len(shared)} points, geometric mean {(mean or 1) - 1:+.1%}, {len(regressed)} slower by over {TOLERANCE:.0%}"
+    )
     return f"{text}\n\n{summary}", regressed
 
 

@@ -126,6 +126,29 @@ def test_a_failed_point_fails_the_command(tmp_path: Path) -> None:
     assert "1 of 12 points failed, the first masked/down/8" in str(result.exception)
 
 
+def test_a_failed_point_does_not_hide_the_comparison(saved: Path, tmp_path: Path) -> None:
+    results = sample(scale=1.1)
+    results.points["masked/down/8"] = Measurement(48, None, {}, {"chord": "wrong value"})
+    results.save(tmp_path / "bad.json")
+    result = run("--from", tmp_path / "bad.json", "--compare", saved)
+    assert "11 points, geometric mean +10.0%, 11 slower by over 3%" in result.output
+    assert "1 of 12 points failed" in str(result.exception)
+
+
+def test_a_comparison_of_nothing_fails(saved: Path, tmp_path: Path) -> None:
+    replace(sample(), points={}).save(tmp_path / "none.json")
+    assert "no point was measured in both" in str(run("--from", tmp_path / "none.json", "--compare", saved).exception)
+
+
+@pytest.mark.parametrize("options", [("--points", "masked"), ("--quick",), ("--no-peers",)])
+@pytest.mark.parametrize("layer", [(), ("--layer",)])
+def test_what_is_measured_cannot_be_said_of_saved_results(
+    saved: Path, options: tuple[str, ...], layer: tuple[str, ...]
+) -> None:
+    found = run("--from", saved, *options, *layer)
+    assert isinstance(found.exception, UsageError) and "--from measures nothing" in str(found.exception)
+
+
 def test_explain_needs_no_gpu_and_has_a_reason_for_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     result = run("--explain")

@@ -146,7 +146,11 @@ def test_compare_finds_what_got_slower() -> None:
     one = replace(sample(), points={"masked/down/8": sample(scale=2).points["masked/down/8"]})
     text, regressed = compare(sample(), one)
     assert [case.key for case in regressed] == ["masked/down/8"]
-    assert compare(sample(), replace(sample(), points={}))[0] == "no point was measured in both runs"
+    with pytest.raises(UsageError, match="no point was measured in both runs"):
+        compare(sample(), replace(sample(), points={}))
+    quick = replace(sample(), method={"timing": "quick"})
+    assert "timing: before median, now quick: not measured alike" in compare(sample(), quick)[0]
+    assert "not measured alike" not in compare(sample(), sample())[0]
 
 
 def test_table_is_aligned_markdown() -> None:
