@@ -24,7 +24,7 @@ from chord_runtime.bench.files import load_json, write_json
 from chord_runtime.bench.problem import MAX_ERROR, random_experts
 from chord_runtime.bench.report import table
 from chord_runtime.bench.results import OURS, Measurement, check_same, geometric_mean, measurement
-from chord_runtime.bench.run import Needed, compile_kernels, reason, tried
+from chord_runtime.bench.run import Needed, compile_kernels, not_made, reason, tried
 from chord_runtime.bench.timing import Timer, Timing
 from chord_runtime.errors import KernelError, UsageError
 from chord_runtime.format.block import packed_bytes
@@ -208,9 +208,11 @@ def measure(
         layer: PackedLayer | None = None
         for case in (case for case in cases if case.scenario == scenario):
             started = time.perf_counter()
-            if layer is None:
-                layer = make_layer(scenario, device)
-            point = _measure_one(make_problem(case, layer, device), peers, timer, budget_ms)
+            try:
+                layer = layer or make_layer(scenario, device)
+                point = _measure_one(make_problem(case, layer, device), peers, timer, budget_ms)
+            except Exception as failure:  # its tensors do not fit, for one
+                point = not_made(failure)
             points[case.key] = replace(point, seconds=time.perf_counter() - started)
             progress(case, points[case.key])
             if device == "cuda":

@@ -78,7 +78,8 @@ def measure(
 ) -> dict[str, Measurement]:
     """Measure every case; cases that share a weight shape run together, so that one set of weights is held at a time.
 
-    A contender that fails at a point is left out there and its reason kept; Chord failing its check is such a failure.
+    A contender that fails at a point is left out there and its reason kept; Chord failing its check is such a failure,
+    and so is a point whose tensors cannot be made.
     ``progress`` is called after each point.
     """
     points = {}
@@ -87,13 +88,14 @@ def measure(
         weights: Weights | None = None
         for case in (case for case in cases if _shape(case) == shape):
             started = time.perf_counter()
-            if weights is None:
-                weights = make_weights(case, device)
-            problem = make_problem(case, weights, device)
-            point = _measure_one(problem, contenders, timer, budget_ms)
+            try:
+                weights = weights or make_weights(case, device)
+                point = _measure_one(make_problem(case, weights, device), contenders, timer, budget_ms)
+            except Exception as failure:  # its tensors do not fit, for one
+                point = not_made(failure)
             points[case.key] = replace(point, seconds=time.perf_counter() - started)
             progress(case, points[case.key])
-        del weights, problem
+        weights = None
         if device == "cuda":
             torch.cuda.empty_cache()
     return points
@@ -146,6 +148,11 @@ def tried(
         failures[name] = reason(failure)
         return {}
     return {name: call}
+
+
+def not_made(failure: Exception) -> Measurement:
+    """A point of which nothing could be measured."""
+    return Measurement(0, None, {}, {OURS: reason(failure)})
 
 
 def reason(failure: Exception) -> str:

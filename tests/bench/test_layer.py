@@ -65,6 +65,23 @@ def test_measure_checks_times_and_keeps_reasons() -> None:
     assert set(points["ep8/9"].timings) == {"chord", bench.CONTIGUOUS, "peer with a long name"}
 
 
+@pytest.mark.parametrize("broken", ["make_layer", "make_problem"])
+def test_points_that_cannot_be_made_leave_the_others(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    real, calls = getattr(bench, broken), []
+
+    def make(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return real(*args)
+
+    monkeypatch.setattr(bench, broken, make)
+    cases = [bench.LayerCase(SMALL, tokens) for tokens in (1, 9)]
+    points = bench.measure(cases, [], Turns(), "cpu", 1.0, lambda *_: None)
+    assert points["ep8/1"].failures == {"chord": "OutOfMemoryError: no room"}
+    assert set(points["ep8/9"].timings) == {"chord", bench.CONTIGUOUS}
+
+
 def test_a_wrong_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = bench.make_layer(SMALL, "cpu")
     problem = bench.make_problem(bench.LayerCase(SMALL, 12), layer, "cpu")

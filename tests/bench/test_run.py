@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chord_runtime.bench import problem as problem_module
+from chord_runtime.bench import run as run_module
 from chord_runtime.bench.cases import Case, Scenario, Stage, choose
 from chord_runtime.bench.contenders import Contender, TorchGrouped, humming_routing
 from chord_runtime.bench.problem import draw_routing, make_problem, make_weights
@@ -98,6 +99,23 @@ def test_turns_that_fail_leave_the_other_points() -> None:
     points = list(measure(SMALL[:3], [], Exhausted(), "cpu", 1.0, lambda *_: None).values())
     assert [bool(point.timings) for point in points] == [True, False, False]
     assert points[1].failures == {"turns": "MemoryError: no room"}
+
+
+@pytest.mark.parametrize("broken", ["make_weights", "make_problem"])
+def test_points_that_cannot_be_made_leave_the_others(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    real = getattr(run_module, broken)
+
+    def make(case: Case, *args: object) -> object:
+        if case.key == "masked/gate_up/2":
+            raise torch.OutOfMemoryError("no room")
+        return real(case, *args)
+
+    monkeypatch.setattr(run_module, broken, make)
+    seen: list[str] = []
+    points = measure(SMALL[:3], [], WallTimer(), "cpu", 1.0, lambda case, _: seen.append(case.key))
+    assert seen == [case.key for case in SMALL[:3]]
+    assert [bool(point.timings) for point in points.values()] == [False, True, True]
+    assert points["masked/gate_up/2"].failures == {OURS: "OutOfMemoryError: no room"}
 
 
 def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
