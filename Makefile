@@ -12,10 +12,10 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(VENV)/ready: pyproject.toml csrc/pack/pack.cpp
-	@echo "setting up $(VENV): a minute or two ($(TORCH), then Chord and its tools)"
+	@echo "setting up $(VENV): a minute or two ($(or $(TORCH),the index's torch), then Chord and its tools)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --upgrade pip
-	@$(BIN)/pip install -q $(TORCH)
+	@$(if $(TORCH),$(BIN)/pip install -q $(TORCH))
 # setuptools calls building an extension from pyproject.toml experimental, at length.
 	@PYTHONWARNINGS=ignore $(BIN)/pip install -q -e '.[dev]'
 	@touch $@
