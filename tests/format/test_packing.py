@@ -114,6 +114,21 @@ def test_dequantize_rounds_once(n: int, k: int, packer: str) -> None:
     assert torch.equal(packing.dequantize(packing.pack(words, scale), n, k), dense(words, scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype, packer: str) -> None:
+    """Servers set it while they load; in float16 the factors of the scales would be infinite."""
+    words, scale = source_weight(128, 64, 3)
+    expected = packing.pack(words, scale)
+    torch.set_default_dtype(dtype)
+    try:
+        packed = packing.pack(words, scale)
+        unpacked = packing.unpack(packed, 128, 64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(packed, expected)
+    assert all(torch.equal(got, given) for got, given in zip(unpacked, (words, scale), strict=True))
+
+
 def test_a_full_size_expert_round_trips(packer: str) -> None:
     gate, up, down = source_weight(2048, 7168, 1), source_weight(2048, 7168, 2), source_weight(7168, 2048, 3)
     w13 = packing.pack_gate_up(*gate, *up)
