@@ -32,7 +32,8 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-# ptxas's notes on wgmma pipelines and register budgets, of which C7512 and C7519 mean that wgmma runs one by one.
+# ptxas's notes on wgmma pipelines and register budgets: C7512, C7513 and C7520 mean that wgmma runs one by one, C7517
+# and C7519 that ptxas put a wait or a fence of its own between them. None is right in a shipped kernel.
 _NOTE = re.compile(r"^ptxas .*\((C75\d\d)\) (.*)$", re.MULTILINE)
 _LOG_LINES = 12
 

@@ -14,7 +14,7 @@ extern "C" __global__ void scale(float* x, int n) {
 FACTOR = '#pragma once\n#include "chord/two.cuh"\n__device__ inline float factor() { return TWO; }\n'
 TWO = "#pragma once\n#define TWO 2.0f\n"
 
-# One wgmma whose A registers are written between it and the wait: what ptxas serialises with note C7519 or C7512.
+# One wgmma whose A registers are written between it and the wait: what ptxas serialises with note C7513.
 SERIALISED = """\
 extern "C" __global__ void __launch_bounds__(128) serialised(float* out, unsigned long long desc, int steps) {
   float d[4] = {};
