@@ -76,10 +76,11 @@ def contiguous(
     experts = w.shape[0]
     if not m:
         return
-    start, weights = a.data_ptr(), w.data_ptr()
-    kernel = _kernel("contiguous", a, w, start | weights, experts, n, k, m // max(experts, 1), gate_up, swiglu, tile)
+    start, weights, target = a.data_ptr(), w.data_ptr(), out.data_ptr()
+    mean = m // max(experts, 1)
+    kernel = _kernel("contiguous", a, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if row_weight is None else row_weight.data_ptr()
-    pointers = (weights, m_indices.data_ptr(), weight, out.data_ptr())
+    pointers = (weights, m_indices.data_ptr(), weight, target)
     if kernel.name == "portable":
         _launch_portable(kernel, a, pointers, 0, 0, experts, m, 1, select.RUN_ROWS, n, k)
     else:
@@ -106,11 +107,11 @@ def masked(
     if not rows:
         return
     max_m = rows // experts
-    start, weights = a.data_ptr(), w.data_ptr()
+    start, weights, target = a.data_ptr(), w.data_ptr(), out.data_ptr()
     mean = 1 if expected_m < 1 else expected_m if expected_m < max_m else max_m
-    kernel = _kernel("masked", a, w, start | weights, experts, n, k, mean, gate_up, swiglu, tile)
+    kernel = _kernel("masked", a, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if row_weight is None else row_weight.data_ptr()
-    pointers = (weights, masked_m.data_ptr(), weight, out.data_ptr())
+    pointers = (weights, masked_m.data_ptr(), weight, target)
     if kernel.name == "portable":
         _launch_portable(kernel, a, pointers, 0, 0, experts, rows, 1, select.RUN_ROWS, n, k)
     else:
@@ -146,19 +147,19 @@ def indexed(
             f"activations [{tokens}, {k}] take {tokens * k * 2 / 2**30:.1f} GiB; indexed gathers from at most 4 GiB: "
             f"call it with at most {_MOST_ELEMENTS // k} rows at a time"
         )
-    start, weights = x.data_ptr(), w.data_ptr()
+    start, weights, target = x.data_ptr(), w.data_ptr(), out.data_ptr()
     mean = expected_m or -(-rows // experts)
-    kernel = _kernel("indexed", x, w, start | weights, experts, n, k, mean, gate_up, swiglu, tile)
+    kernel = _kernel("indexed", x, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
     if kernel.name == "portable":
-        pointers = (w.data_ptr(), sorted_ids.data_ptr(), weight, out.data_ptr())
+        pointers = (weights, sorted_ids.data_ptr(), weight, target)
         blocks, used = expert_ids.data_ptr(), num_tokens_padded.data_ptr()
         _launch_portable(kernel, x, pointers, blocks, used, experts, rows, top_k, block_size, n, k)
         return
     kernel.launch(
         (
             start, weights, sorted_ids.data_ptr(), expert_ids.data_ptr(), num_tokens_padded.data_ptr(),
-            weight, out.data_ptr(), experts, rows, top_k, block_size, n, k,
+            weight, target, experts, rows, top_k, block_size, n, k,
         ),
         _GATHERED,
     )  # fmt: skip
@@ -193,8 +194,8 @@ def _kernel(
     """The kernel for a call; ``rows`` is the number of rows an expert has on average, as far as the host knows."""
     if starts & 15:
         raise UsageError(
-            f"activations and weight must start at multiples of 16 bytes; they are at {x.data_ptr():#x} and "
-            f"{w.data_ptr():#x}: pass tensors that do not start inside another one, or copies of them"
+            f"{mode}: activations, weight and output must start at multiples of 16 bytes: pass tensors that do not "
+            "start inside another one, or copies of them"
         )
     key = (mode, x.get_device(), experts, n, k, rows, gate_up, swiglu, tile)
     found = _plans.get(key)
@@ -214,6 +215,8 @@ def _resolve(key: tuple[Any, ...], shape: tuple[int, ...]) -> Kernel:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     if tile is None:
         tile = select.choose(mode, n, k, experts, rows, arch, sms)
+    else:
+        select.check(tile, k)
     name, defines = select.instantiation(mode, tile, output, arch)
     with _lock:
         kernel_key = (device, name, tuple(sorted(defines.items())))

@@ -3,13 +3,14 @@
 Nothing here touches a device. ``choose`` is called once for each distinct mode, shape and rows; ``explain`` prints
 what it chooses, ``all_configs`` lists every instantiation it can choose, for compiling ahead. For experiments a tile
 can be passed to the functions of :mod:`chord_runtime.cuda.launch`, or fields of every chosen tile overridden with
-``CHORD_TILE=tokens=64,stages=5``.
+``CHORD_TILE=tokens=64``.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
@@ -108,7 +109,7 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
         sms: its multiprocessors.
 
     Raises:
-        UsageError: ``CHORD_TILE`` names no field of a tile, or a value that is not an integer.
+        UsageError: ``CHORD_TILE`` names no field of a tile, a value that is not an integer, or no possible tile.
     """
     rows = max(rows, 1)
     if arch != _HOPPER:
@@ -121,7 +122,11 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
         chosen = _resident(k, rows)
     else:
         chosen = _indexed(n, experts, rows, sms)
-    return _overridden(_fit(chosen, k))
+    if arch != _HOPPER:
+        return chosen
+    tile = _fit(_overridden(chosen), k)
+    check(tile, k)
+    return tile
 
 
 def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
@@ -131,7 +136,7 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     if rows <= 32:
         return _decode(32, 32, n, experts, sms, box=32)
     if rows <= 64:
-        if _load(384, n, experts, sms) < _load(256, n, experts, sms):
+        if _busiest(384, n, experts, sms) < _busiest(256, n, experts, sms):
             why = "384 rows a tile leave less work to the busiest multiprocessor"
             return TileConfig(64, 64, 3, 2, 1, 0, box=64, producer_registers=40, why=why)
         why = "four warpgroups of one block: 256 rows share the activations; registers hold their sums for 64 tokens"
@@ -175,12 +180,12 @@ def _cut(rows: int, limit: int) -> tuple[int, int, int]:
 
 def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, box: int) -> TileConfig:
     """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
-    warpgroups = min((4, 3), key=lambda wg: _load(wg * 128, n, experts, sms))
+    warpgroups = min((4, 3), key=lambda wg: _busiest(wg * 128, n, experts, sms))
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
     return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
 
 
-def _load(rows: int, n: int, experts: int, sms: int) -> int:
+def _busiest(rows: int, n: int, experts: int, sms: int) -> int:
     """Rows of the weight on the busiest multiprocessor with tiles of ``rows``: the fewer, the less idles at the end."""
     return -(-experts * -(-n // rows) // sms) * rows
 
@@ -204,17 +209,50 @@ def _fit(tile: TileConfig, k: int) -> TileConfig:
     if k // BLOCK_K % tile.stage_k:
         # Two register buffers take turns: one block a warpgroup needs an even number of k64 blocks a stage.
         warpgroups = tile.warpgroups if tile.blocks == 2 else tile.warpgroups // 2
-        registers = 72 if warpgroups == 2 else tile.producer_registers
+        registers = 56 if warpgroups == 2 else tile.producer_registers
         tile = replace(tile, stage_k=1, blocks=2, warpgroups=warpgroups, producer_registers=registers)
     if tile.stages:
         return tile
     stages = _MOST_STAGES
-    while replace(tile, stages=stages).shared_bytes(PLAIN) > (SHARED_LIMIT + 1024) // tile.occupancy - 1024:
+    while stages > 1 and replace(tile, stages=stages).shared_bytes(PLAIN) > _shared_limit(tile):
         stages -= 1
     return replace(tile, stages=stages)
 
 
 _MOST_STAGES = 10
+
+
+def _shared_limit(tile: TileConfig) -> int:
+    return (SHARED_LIMIT + 1024) // max(tile.occupancy, 1) - 1024
+
+
+def check(tile: TileConfig, k: int) -> None:
+    """Raise UsageError for a tile, chosen by hand, that a Hopper kernel cannot be made of or would hang with."""
+    t, blocks = tile, k // BLOCK_K
+    # Consumers hold a stage while they wait for the next but one. Producer warps that take stages in turn, which those
+    # that gather do not, must not be a whole ring ahead of each other (csrc/chord/producer.cuh).
+    least = 4 if t.box else 3
+    rules = {
+        "tokens and narrow are multiples of 8, narrow <= tokens <= 128": t.tokens % 8 == t.narrow % 8 == 0
+        and 0 < t.narrow <= t.tokens <= 128,
+        "blocks is 1 or 2, warpgroups 1 to 4, and together they make strips of 128 rows": t.blocks in (1, 2)
+        and t.warpgroups in (1, 2, 3, 4)
+        and t.rows % 128 == 0,
+        f"stage_k divides the {blocks} k64 blocks of K, and blocks * stage_k is even": t.stage_k > 0
+        and blocks % t.stage_k == 0
+        and t.blocks * t.stage_k % 2 == 0,
+        f"stages is at least {least}": t.stages >= least,
+        "box is 0 where rows are gathered, else a divisor of tokens": t.box == 0 or t.tokens % t.box == 0,
+        f"resident is 0, with group 1 and no slots, or {blocks} with 1 or 2 slots": (t.resident, t.slots, t.group)
+        == (0, 0, 1)
+        or (t.resident == blocks and t.slots in (1, 2) and t.group > 0),
+        "occupancy is 1 or 2": t.occupancy in (1, 2),
+        f"shared memory, {t.shared_bytes(PLAIN)} B, is at most {_shared_limit(t)} B": t.shared_bytes(PLAIN)
+        <= _shared_limit(t),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise UsageError(f"no kernel can be made of {t}: {rule}. Leave stages out, and they are chosen to fit")
 
 
 def _up(rows: int) -> int:
@@ -229,10 +267,12 @@ def _overridden(tile: TileConfig) -> TileConfig:
     values: dict[str, int] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
-        if name.strip() not in names or not value.strip().isdigit():
-            raise UsageError(f"CHORD_TILE: {item!r} is not NAME=INTEGER with one of {', '.join(sorted(names))}")
+        if name.strip() not in names or not re.fullmatch("[0-9]{1,6}", value.strip()):
+            raise UsageError(f"CHORD_TILE: {item[:80]!r} is not NAME=INTEGER with one of {', '.join(sorted(names))}")
         values[name.strip()] = int(value)
-    return replace(tile, why="overridden by CHORD_TILE", **values)
+    tokens = values.get("tokens", tile.tokens)
+    bounded = {"narrow": min(tile.narrow, tokens), "box": min(tile.box, tokens)}
+    return replace(tile, why="overridden by CHORD_TILE", **{**bounded, **values})
 
 
 def instantiation(mode: str, tile: TileConfig, output: int, arch: str) -> tuple[str, dict[str, int]]:

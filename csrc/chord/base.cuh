@@ -46,14 +46,6 @@ CHORD_DEVICE uint2 load_shared_8(u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
-CHORD_DEVICE int load_shared_int(u32 address) {
-  int v;
-  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
-CHORD_DEVICE void store_shared_int(u32 address, int v) {
-  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
 
 // Programmatic dependent launch: wait until the kernel before has finished, then let the one after be scheduled.
 // Both are no-ops in a launch without the attribute.

@@ -31,6 +31,8 @@ CHORD_DEVICE void wait_full(u32 full, u32 parity) {
 }
 
 constexpr int kUnits = kBlocks * kStageK;  // 64x64 blocks of a stage that a warpgroup multiplies
+static_assert(kBlocks <= 2, "a warpgroup's blocks lie in one strip");
+static_assert(kStages >= 3, "a stage is still held when the next but one is waited for");
 
 // All k of one tile, for this warpgroup's rows of the weight and the first kN tokens.
 template <int kN>

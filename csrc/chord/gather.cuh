@@ -84,7 +84,7 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
 }
 
 // The same for a short K, whose activations stay while kGroup tiles of weights pass: one warp streams weights, the others
-// gather the next tile's rows, all of K, into the slot that is not in use.
+// gather the next rows, all of K, into a slot as soon as one is free.
 template <class Scheduler>
 CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
                                    int k) {

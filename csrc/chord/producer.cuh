@@ -34,6 +34,8 @@ CHORD_DEVICE void end_tiles(Shared& shared, RingPosition at) {
 template <class Scheduler, class Trim>
 CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, const TensorMap& map, const u8* w, int n,
                                 int k) {
+  // A warp knows only its own stages: were it a whole ring ahead, it would take one phase of a barrier for another.
+  static_assert(kStages >= kProducerWarps, "warps in turn");
   // One box a stage if it holds the whole tile; else boxes of kBox tokens of one k64 block.
   constexpr bool kWhole = kBox == kTokens;
   const int warp = threadIdx.x / kWarp % kProducerWarps;

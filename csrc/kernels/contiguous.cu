@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-    if (own_warpgroup() == kWarpgroups) {
+  if (own_warpgroup() == kWarpgroups) {
     give_registers();
     TileScheduler<RunSegments> scheduler(RunSegments(m_indices, kRunRows, m / kRunRows, kRunRows, experts), n);
     auto trim = [=](Tile& tile) {

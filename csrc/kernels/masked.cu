@@ -1,9 +1,9 @@
 // masked: every expert has max_m rows, of which the first masked_m[expert] are valid. Decode after a dispatch that leaves
 // rows sorted by expert in a fixed layout. Rows beyond masked_m are neither computed nor written.
 //
-//                        one thread block an SM, all of them walking the same list of tiles
+//                        one thread block a multiprocessor, all of them walking the same list of tiles
 //
-//   producer warp    | scheduler -> bulk copies of weights, tensor-map copy of activations --> full[stage]
+//   4 producer warps | scheduler -> bulk copies of weights, tensor-map copy of activations --> full[stage]
 //                    |               ring of kStages stages in shared memory; runs ahead across tiles
 //   kWarpgroups      | wait full -> dequantise to registers -> 4 wgmma -> ... --> empty[stage]
 //   consumers        | after the last stage of a tile: sums -> staging -> rows of out
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
   wait_for_previous_kernel();
   allow_next_kernel();
 
-    if (own_warpgroup() == kWarpgroups) {
+  if (own_warpgroup() == kWarpgroups) {
     give_registers();
     TileScheduler<MaskedSegments> scheduler(MaskedSegments(masked_m, experts, max_m), n);
     produce_tiles(shared, scheduler, [](Tile&) {}, activations, w, n, k);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from chord_runtime.bench.cases import all_cases
 from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import SHARED_LIMIT
+from chord_runtime.errors import UsageError
 
 ROWS = (*range(1, 600), 683, 1024, 1366, 2731, 4096)
 
@@ -34,6 +36,41 @@ def test_no_instantiation_twice_and_none_too_large(arch: str) -> None:
     found = [key(item) for item in select.all_configs(arch)]
     assert len(found) == len(set(found))
     assert all(dict(defines)["CHORD_SHARED_BYTES"] <= SHARED_LIMIT[arch] for _, defines in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ("stages=3", "stages is at least 4"),
+        ("blocks=4", "blocks is 1 or 2"),
+        ("narrow=128,tokens=64", "narrow <= tokens"),
+        ("stages=90", "shared memory"),
+        ("resident=3", "resident is 0"),
+        ("occupancy=0", "occupancy"),
+        ("box=48", "box is 0"),
+    ],
+)
+def test_a_tile_that_would_hang_or_not_compile_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fields: str, rule: str
+) -> None:
+    monkeypatch.setenv("CHORD_TILE", fields)
+    with pytest.raises(UsageError, match=re.escape(rule)):
+        select.choose("contiguous", 4096, 7168, 48, 128, "sm_90a")
+
+
+@pytest.mark.parametrize("mode", select.MODES)
+@pytest.mark.parametrize("rows", [64, 171])
+def test_fewer_tokens_alone_make_a_tile(monkeypatch: pytest.MonkeyPatch, mode: str, rows: int) -> None:
+    """The documented example: what depends on the tokens follows."""
+    monkeypatch.setenv("CHORD_TILE", "tokens=64")
+    assert select.choose(mode, 4096, 7168, 48, rows, "sm_90a").tokens == 64
+
+
+@pytest.mark.parametrize("text", ["stages=²", "stages=", "tile=4", "tokens=" + "9" * 5000])
+def test_overrides_are_names_and_integers(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("CHORD_TILE", text)
+    with pytest.raises(UsageError, match="is not NAME=INTEGER"):
+        select.choose("masked", 4096, 7168, 48, 8, "sm_90a")
 
 
 def test_bench_shapes_are_kimis() -> None:
