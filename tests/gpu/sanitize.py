@@ -4,8 +4,8 @@ for tool in memcheck racecheck synccheck initcheck; do
     compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python -m tests.gpu.sanitize
 done
 
-Every mode and epilogue, empty experts and −1 choices, on a shape whose activations travel with the weights and on one
-whose activations stay in shared memory.
+Every mode and epilogue, empty experts and −1 choices, on a shape whose activations travel with the weights and on two
+whose activations stay in shared memory, in two slots and in one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from chord_runtime.ops.weight import PackedWeight
 from tests import generators
 from tests.gpu.calls import MODES, batch, call
 
-SHAPES = ((384, 320), (384, 128))
+SHAPES = ((384, 320, 20), (384, 128, 20), (128, 128, 90))
+"""N, K and tokens."""
 
 
 def main() -> None:
     """Run all calls; the sanitizer is the judge, values are the tests' business."""
-    for n, k in SHAPES:
+    for n, k, tokens in SHAPES:
         for gate_up in (False, True):
             packed, _ = generators.experts(3, n, k, gate_up=gate_up)
             w = PackedWeight(packed.data.cuda(), n, k, packed.row_order)
             for mode in MODES:
                 for draw in ("hot", "none"):
                     for activation in (None, "swiglu") if gate_up else (None,):
-                        call(mode, batch(20, 3, k, 2, draw), w, activation)
+                        call(mode, batch(tokens, 3, k, 2, draw), w, activation)
     torch.cuda.synchronize()
     print("done")
 
