@@ -67,6 +67,7 @@ def load_json(path: Path, format: int | str) -> dict[str, Any]:
             raise UsageError(f"{path} has results of format {found!r}, not {format!r}; it {need}")
         if found != format:
             raise ValueError(f"its format is {found!r}, not {format!r}")
+        json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
         error = best_match(Draft202012Validator(_SCHEMAS[format]).iter_errors(data))
     except (OSError, ValueError, TypeError, RecursionError) as failure:
         raise UsageError(
@@ -132,4 +133,4 @@ def _refuse(constant: str) -> float:
 
 
 def _unwritable(path: Path | str, error: OSError) -> OutputError:
-    return OutputError(f"{path} cannot be written: {error.strerror}; name a file in a folder that can")
+    return OutputError(f"{path} cannot be written: {error.strerror}; choose another place")

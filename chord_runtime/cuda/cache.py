@@ -27,7 +27,9 @@ def cache_dir() -> Path | None:
         try:
             return Path(chosen).expanduser()
         except RuntimeError as error:
-            raise UsageError(f"CHORD_CACHE_DIR={chosen}: {error}; set it to a writable folder") from error
+            raise UsageError(
+                f"CHORD_CACHE_DIR={chosen} names a user without a home folder; set it to a folder"
+            ) from error
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "chord"
     try:

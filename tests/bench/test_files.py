@@ -38,6 +38,7 @@ def edited(folder: Path, place: tuple[str, ...], value: object) -> Path:
         (("machine",), None),
         (("machine",), {}),
         (("machine", "device"), 7),
+        (("machine", "device"), "\ud800"),
         (("method",), None),
         (("ceilings", "read_tbps"), 0),
         (("ceilings", "copy_tbps"), "4.3"),

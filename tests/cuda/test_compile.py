@@ -246,7 +246,7 @@ def test_cache_folder_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("CHORD_CACHE_DIR", "~nosuchuser/x", r"CHORD_CACHE_DIR=~nosuchuser/x: .*; set it to a writable folder"),
+        ("CHORD_CACHE_DIR", "~nosuchuser/x", "CHORD_CACHE_DIR=~nosuchuser/x names a user without a home folder"),
         ("CHORD_NVRTC_OPTIONS", '"x', r'CHORD_NVRTC_OPTIONS="x cannot be split .*: No closing quotation'),
     ],
 )
