@@ -42,9 +42,18 @@ class Ceilings:
 
 
 def measure_ceilings(timer: Timer) -> Ceilings:
-    """Measure on the current device."""
-    source = torch.empty(BUFFER_BYTES // 4, dtype=torch.int32, device="cuda").random_()
-    copy_us = _copy_us(source, timer)
+    """Measure on the current device.
+
+    Raises:
+        KernelError: two buffers of 4 GiB do not fit in its memory.
+    """
+    try:
+        source = torch.empty(BUFFER_BYTES // 4, dtype=torch.int32, device="cuda").random_()
+        copy_us = _copy_us(source, timer)
+    except torch.OutOfMemoryError as failure:
+        raise KernelError(
+            f"the ceilings need {2 * BUFFER_BYTES >> 30} GiB of free GPU memory; nvidia-smi shows who holds it"
+        ) from failure
     read, read_bytes = bulk_read(source)
     read_us = timer.alone(read)
     tflops = {str(size): dense_flops(size) / timer.alone(dense(size)) / 1e6 for size in DENSE_SIZES}

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from chord_runtime.bench import ceilings, timing
+from chord_runtime.errors import KernelError
 
 
 class PretendGpu:
@@ -95,3 +97,12 @@ def test_read_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     assert cubin.dynamic_shared == ceilings.CHUNK * ceilings.STAGES
     assert ceilings.CHUNK % 16 == 0
     assert ceilings.CHUNK * ceilings.STAGES > 54_000, "enough in flight to reach the memory's rate"
+
+
+def test_a_full_gpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(KernelError, match="need 8 GiB of free GPU memory"):
+        ceilings.measure_ceilings(timing.CudaTimer.__new__(timing.CudaTimer))
