@@ -91,7 +91,7 @@ def target(path: Path) -> Path:
                 raise OutputError(f"{path} cannot be written: it is not a regular file; name one, or a new one")
         folder = next(parent for parent in found.parents if parent.exists())
         with TemporaryFile(dir=folder):
-            """Permissions do not tell all: root may write anything, but not to a read-only file system."""
+            pass  # permissions do not tell all: root may write anything, but not to a read-only file system
     except OSError as error:
         raise _unwritable(path, error) from error
     return found

@@ -7,7 +7,6 @@ device's work and not Python; where one cannot be captured, all of that point ru
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,7 @@ from chord_runtime.bench.files import load_json, write_json
 from chord_runtime.bench.problem import MAX_ERROR, random_experts
 from chord_runtime.bench.report import table
 from chord_runtime.bench.results import OURS, Measurement, check_same, geometric_mean, measurement
-from chord_runtime.bench.run import Needed, compile_kernels, not_made, reason, tried
+from chord_runtime.bench.run import Needed, compile_kernels, measure_groups, reason, tried
 from chord_runtime.bench.timing import Timer, Timing
 from chord_runtime.errors import KernelError, UsageError
 from chord_runtime.format.block import packed_bytes
@@ -199,25 +198,14 @@ def measure(
     budget_ms: float,
     progress: Callable[[LayerCase, Measurement], None],
 ) -> dict[str, Measurement]:
-    """Measure every case; a contender that fails at a point is left out there and its reason kept.
-
-    ``progress`` is called after each point.
-    """
-    points = {}
-    for scenario in dict.fromkeys(case.scenario for case in cases):
-        layer: PackedLayer | None = None
-        for case in (case for case in cases if case.scenario == scenario):
-            started = time.perf_counter()
-            try:
-                layer = layer or make_layer(scenario, device)
-                point = _measure_one(make_problem(case, layer, device), peers, timer, budget_ms)
-            except Exception as failure:  # its tensors do not fit, for one
-                point = not_made(failure)
-            points[case.key] = replace(point, seconds=time.perf_counter() - started)
-            progress(case, points[case.key])
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    return points
+    """Measure every case; a contender that fails at a point is left out there and its reason kept."""
+    return measure_groups(
+        cases,
+        lambda case: case.scenario,
+        lambda case: make_layer(case.scenario, device),
+        lambda case, layer: _measure_one(make_problem(case, layer, device), peers, timer, budget_ms),
+        progress,
+    )
 
 
 def _measure_one(problem: LayerProblem, peers: Sequence[LayerContender], timer: Timer, budget_ms: float) -> Measurement:

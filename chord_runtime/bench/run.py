@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
+from typing import Protocol, TypeVar
 
 import torch
 
+from chord_runtime.bench import humming
 from chord_runtime.bench.cases import Case, Stage
 from chord_runtime.bench.contenders import Contender
-from chord_runtime.bench.problem import Problem, Weights, make_problem, make_weights
+from chord_runtime.bench.problem import Problem, make_problem, make_weights
 from chord_runtime.bench.results import OURS, Measurement
 from chord_runtime.bench.timing import Timer, Timing
 from chord_runtime.errors import ChordError
@@ -53,7 +54,7 @@ def compile_kernels(needed: Iterable[Needed]) -> None:
         name, defines = select.instantiation(mode, tile, outputs[kernel.output], arch)
         work[name, tuple(sorted(defines.items()))] = name, defines, arch
     for _ in warm_up(work.values()):
-        """Each tells its own failure when it is called."""
+        pass  # each tells its own failure when it is called
 
 
 def compile_ahead(cases: Sequence[Case], contenders: Sequence[Contender]) -> None:
@@ -76,28 +77,55 @@ def measure(
     budget_ms: float,
     progress: Progress,
 ) -> dict[str, Measurement]:
-    """Measure every case; cases that share a weight shape run together, so that one set of weights is held at a time.
+    """Measure every case; cases that share a weight shape run together.
 
-    A contender that fails at a point is left out there and its reason kept; Chord failing its check is such a failure,
-    and so is a point whose tensors cannot be made.
-    ``progress`` is called after each point.
+    A contender that fails at a point is left out there and its reason kept; Chord failing its check is such a failure.
+    """
+    return measure_groups(
+        cases,
+        _shape,
+        lambda case: make_weights(case, device),
+        lambda case, weights: _measure_one(make_problem(case, weights, device), contenders, timer, budget_ms),
+        progress,
+    )
+
+
+class Keyed(Protocol):
+    """A point to measure."""
+
+    @property
+    def key(self) -> str:
+        """Its name in results."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Keyed)
+Shared = TypeVar("Shared")
+
+
+def measure_groups(
+    cases: Sequence[AnyCase],
+    group: Callable[[AnyCase], object],
+    make: Callable[[AnyCase], Shared],
+    measure_one: Callable[[AnyCase, Shared], Measurement],
+    progress: Callable[[AnyCase, Measurement], None],
+) -> dict[str, Measurement]:
+    """Measure every case; those of one group share what ``make`` makes, of which one is held at a time.
+
+    What cannot be made or measured is a failure of that point. ``progress`` is called after each.
     """
     points = {}
-    shapes = dict.fromkeys(_shape(case) for case in cases)
-    for shape in shapes:
-        weights: Weights | None = None
-        for case in (case for case in cases if _shape(case) == shape):
+    for each in dict.fromkeys(map(group, cases)):
+        shared: Shared | None = None
+        for case in (case for case in cases if group(case) == each):
+            torch.cuda.empty_cache()  # of what the point before used
             started = time.perf_counter()
             try:
-                weights = weights or make_weights(case, device)
-                point = _measure_one(make_problem(case, weights, device), contenders, timer, budget_ms)
+                shared = shared or make(case)
+                point = measure_one(case, shared)
             except Exception as failure:  # its tensors do not fit, for one
-                point = not_made(failure)
+                point = _not_made(failure)
             points[case.key] = replace(point, seconds=time.perf_counter() - started)
             progress(case, points[case.key])
-        weights = None
-        if device == "cuda":
-            torch.cuda.empty_cache()
     return points
 
 
@@ -111,7 +139,7 @@ def machine() -> dict[str, str]:
         "chord-moe": VERSION,
         "torch": torch.__version__,
         "NVRTC": nvrtc_version().split("+")[0],
-        "humming-kernels": _version("humming-kernels"),
+        "humming-kernels": humming.version() or "not installed",
         "python": platform.python_version(),
     }
 
@@ -150,7 +178,7 @@ def tried(
     return {name: call}
 
 
-def not_made(failure: Exception) -> Measurement:
+def _not_made(failure: Exception) -> Measurement:
     """A point of which nothing could be measured."""
     return Measurement(0, None, {}, {OURS: reason(failure)})
 
@@ -162,10 +190,3 @@ def reason(failure: Exception) -> str:
 
 def _shape(case: Case) -> tuple[int, int, int]:
     return case.scenario.experts, case.n, case.k
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
