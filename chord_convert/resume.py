@@ -204,6 +204,12 @@ def _judge(directory: Path, job: Job) -> _Finished | None:
         return None
     names = sorted(path.name for path in directory.iterdir())
     foreign = [name for name in names if not _LOCKS.fullmatch(name) and name != f"{PROGRESS}{TEMPORARY}"]
+    if job.names.issuperset(foreign) and any(name.endswith(".safetensors") for name in foreign):
+        raise OutputError(
+            f"{directory} holds files of such a conversion ({', '.join(foreign[:3])}, …), but neither {MANIFEST} nor "
+            f"{PROGRESS}, which tell whose they are: bring the manifest back from a copy, or choose an empty or new "
+            "directory with -o"
+        )
     if foreign:
         raise OutputError(
             f"{directory} holds files that chord-convert did not write ({', '.join(foreign[:3])}, …): "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
@@ -51,9 +52,14 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the group. A ChordError that a command lets through is one line on stderr and exit code 1."""
+    """Run the group. A ChordError that a command lets through is one line on stderr and exit code 1; 2 for stdout."""
     try:
         cli()
     except ChordError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
+    except OSError as error:
+        # What is left in the buffer cannot be written either, and Python would say so at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        click.echo(f"error: the result cannot be written: {error.strerror or error}", err=True)
+        sys.exit(2)

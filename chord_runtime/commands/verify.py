@@ -10,6 +10,7 @@ import click
 
 from chord_runtime.errors import ChordError
 from chord_runtime.format.files import mend
+from chord_runtime.format.layout import MANIFEST
 from chord_runtime.units import counted, human
 from chord_runtime.verify import Verification
 from chord_runtime.verify import verify as verify_directory
@@ -82,6 +83,7 @@ def _show(directory: Path, results: dict[str, Verification], against: str | None
         verdict = counted(len(result.findings), "problem") if result.findings else f"every byte is {what}"
         click.echo(f"{directory}: {count}, {speed}: {verdict}")
     if results["checksums"].findings:
-        click.echo(f"to mend it, {mend('the files named')}")
+        if any(finding.file != MANIFEST for finding in results["checksums"].findings):  # without that nothing goes on
+            click.echo(f"to mend it, {mend('the files named')}")
         if against is not None:
             click.echo(f"not compared with {against}: mend the files first")

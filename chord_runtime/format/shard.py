@@ -122,7 +122,9 @@ def read_shard_header(path: Path) -> ShardHeader:
                 raise _damaged(path, f"{size} bytes with a header of {length}")
             raw = prefix + file.read(length)
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}; {mend(path)}") from None
+        lost = isinstance(error, (FileNotFoundError, IsADirectoryError))
+        advice = mend(path) if lost else "check the disk and its permissions"
+        raise FormatError(f"{path} cannot be read: {error.strerror}; {advice}") from None
     if len(raw) < 8 + length:
         raise _damaged(path, "a header that ends early")
     try:

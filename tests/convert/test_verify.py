@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from chord_convert.against import compare
 from chord_runtime.cli import cli
 from chord_runtime.errors import ChordError, FormatError
 from chord_runtime.format.layout import MANIFEST
+from chord_runtime.format.shard import read_shard_header
 from chord_runtime.verify import verify
 from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import options, run
@@ -208,3 +211,34 @@ def test_inspect(model: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert data["expert_bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("experts-*"))
     assert data["expert_bytes"] == sum(rank["bytes"] for rank in data["ranks"])
+
+
+def test_nothing_advises_to_delete_the_manifest(copy: Path) -> None:
+    """Without it, whole shards are of no use to anyone."""
+    manifest = copy / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-100])
+    result = chord("verify", str(copy))
+    assert result.exit_code == 1 and MANIFEST in result.output
+    assert "to mend it" not in result.output
+
+
+def test_shards_without_a_manifest_are_told_apart_from_foreign_files(copy: Path, model: Path) -> None:
+    (copy / MANIFEST).unlink()
+    with pytest.raises(ChordError, match="bring the manifest back from a copy"):
+        run(model, copy)
+
+
+def test_a_shard_that_cannot_be_opened_is_not_called_damaged(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(FormatError, match="check the disk and its permissions"):
+        read_shard_header(next(copy.glob("experts-*")))
+
+
+def test_a_full_stdout_is_one_line(packed: Path) -> None:
+    command = [sys.executable, "-c", "from chord_runtime.cli import main; main()", "inspect", str(packed)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == "error: the result cannot be written: No space left on device\n"
