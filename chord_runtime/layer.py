@@ -107,6 +107,11 @@ def _check(
     out: Tensor | None,
 ) -> Mode:
     """The mode, once everything fits, by shapes, dtypes and devices alone: the same in all modes, whatever T is."""
+    if not isinstance(layer, PackedLayer):
+        raise UsageError(f"layer must be a PackedLayer, such as chord.load(…)[1]; found {type(layer).__name__}")
+    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{name} must be a tensor; found {type(tensor).__name__}")
     try:
         chosen = routing.convention(layer.w13.modes) if mode is None else Mode(mode)
     except ValueError:

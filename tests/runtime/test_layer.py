@@ -115,6 +115,12 @@ def test_wrong_arguments_are_refused() -> None:
         moe_layer(x.half(), packed, ids, weights)
     with pytest.raises(UsageError, match=r"experts are 0\.\.1"):
         moe_layer(x, packed, ids + 2, weights)
+    wrong: Any = None
+    with pytest.raises(UsageError, match="topk_weights must be a tensor; found NoneType"):
+        moe_layer(x, packed, ids, wrong)
+    wrong = {1: packed}
+    with pytest.raises(UsageError, match=r"layer must be a PackedLayer, such as .*; found dict"):
+        moe_layer(x, wrong, ids, weights)
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])
