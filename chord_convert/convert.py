@@ -18,7 +18,7 @@ from chord_convert.progress import Progress
 from chord_convert.resume import Job, Part, claim, gate, is_finished, record, release
 from chord_convert.source import Source, open_source
 from chord_convert.validate import validate
-from chord_runtime.errors import OutputError, SourceError, Unfinished
+from chord_runtime.errors import FileSizeError, OutputError, SourceError, Unfinished
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.format.metadata import Source as Provenance
 from chord_runtime.units import counted, human
@@ -72,8 +72,8 @@ def convert(
 ) -> Result:
     """Write the packed directory, or what is missing of it; with ``part`` only this part's share.
 
-    Raises OutputError if the directory is refused, ScaleError for a weight that the format cannot hold, and Unfinished
-    when there is not enough space, or reading or writing failed on the way.
+    Raises OutputError if the directory is refused or a file would be too large, ScaleError for a weight that the format
+    cannot hold, and Unfinished when there is not enough space, or reading or writing failed on the way.
     """
     started = time.monotonic()
     progress = progress or Progress()
@@ -90,6 +90,8 @@ def convert(
             progress.start(total, total - missing)
             run(todo, source, directory, workers, progress)
             rest = _finish_if_last(prepared, directory, origin)
+        except FileSizeError:
+            raise
         except (OutputError, SourceError) as error:
             raise Unfinished(str(error)) from error
         finally:

@@ -15,11 +15,11 @@ from chord_convert.plan import Plan
 from chord_convert.resume import release
 from chord_convert.source.base import Source
 from chord_convert.source.headers import header_length
-from chord_convert.write import write_small
 from chord_runtime.format.layout import INDEX, MANIFEST
 from chord_runtime.format.metadata import FileRecord, Manifest, quantization_config
 from chord_runtime.format.metadata import Source as Provenance
 from chord_runtime.format.shard import read_shard_header
+from chord_runtime.output import write
 
 _STALE = ("quantization_config", "compression_config")
 
@@ -66,12 +66,10 @@ def finish(directory: Path, plan: Plan, checkpoint: Checkpoint, source: Source, 
         total += sum(tensor.nbytes for tensor in output.layout.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     small[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
-    for name, data in small.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        write_small(directory / name, data)
-        records[name] = FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
+    write({directory / name: data for name, data in small.items()})
+    records |= {name: FileRecord(len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in small.items()}
     manifest = Manifest(plan.packing, plan.ranks, plan.experts_only, origin, records)
-    write_small(directory / MANIFEST, manifest.to_string().encode())
+    write({directory / MANIFEST: manifest.to_string().encode()})
     release(directory, file_names(plan, checkpoint))
     return manifest
 

@@ -6,8 +6,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from chord_convert.output_error import output_error
 from chord_runtime.errors import OutputError
+from chord_runtime.output import output_error
 
 
 def open_locked(path: Path, kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int:

@@ -20,14 +20,13 @@ from typing import Any
 import xxhash
 
 from chord_convert.lock import is_held, open_locked
-from chord_convert.output_error import output_error
 from chord_convert.plan import Plan, Task
-from chord_convert.write import TEMPORARY, sync_directory, write_small
 from chord_runtime.errors import FormatError, OutputError
 from chord_runtime.format.layout import MANIFEST, PROGRESS
 from chord_runtime.format.metadata import FileRecord, Manifest
 from chord_runtime.format.metadata import Source as Provenance
 from chord_runtime.format.shard import ShardLayout, read_shard_header
+from chord_runtime.output import TEMPORARY, output_error, sync_directory, write
 
 LOCK = "chord-lock"
 _GATE = f"{LOCK}-gate"
@@ -166,7 +165,7 @@ def _admit(directory: Path, job: Job, keep_temporaries: bool) -> bool:
             _remove(directory / name)
     if not (directory / PROGRESS).exists():
         text = json.dumps(_started(job), indent=1, sort_keys=True) + "\n"
-        write_small(directory / PROGRESS, text.encode())
+        write({directory / PROGRESS: text.encode()})
     _remove(directory / MANIFEST)
     if not keep_temporaries:
         for path in _temporaries(directory, job.names):

@@ -18,11 +18,10 @@ from types import TracebackType
 import xxhash
 
 from chord_convert.lock import open_locked
-from chord_convert.output_error import output_error
 from chord_runtime.errors import OutputError
 from chord_runtime.format.shard import ALIGNMENT, ShardLayout
+from chord_runtime.output import TEMPORARY, output_error, sync_directory
 
-TEMPORARY = ".tmp"
 STAGE_BYTES = 16 << 20
 """A worker's buffers for writing, shared among the files it writes at a time."""
 
@@ -145,34 +144,6 @@ class ShardWriter:
             self._hash.reset()
             if len(self._checksums) < len(sizes):
                 self._missing = sizes[len(self._checksums)].nbytes
-
-
-def write_small(path: Path, data: bytes) -> None:
-    """Write a small file durably: aside, synced, renamed. Raises OutputError."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise output_error(path, error) from None
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and removals in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE file systems have no such operation; their renames need none.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _open_temporary(path: Path) -> int:

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+
+_ADVICE = {
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or use fewer --workers",
+    errno.ENFILE: "the whole system has too many files open: end what holds them",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that takes larger ones",
+    errno.EDQUOT: "make room, or choose another disk",
+    errno.ENOSPC: "make room, or choose another disk",
+}
+
+
+def advice(error: OSError, otherwise: str) -> str:
+    """What helps against an error of the system."""
+    return _ADVICE.get(error.errno or 0, otherwise)
+
 
 class ChordError(Exception):
     """Base of every error that Chord raises on purpose. Its text says what was found, where, and what to do."""
@@ -33,6 +51,10 @@ class ModeError(ChordError):
 
 class OutputError(ChordError):
     """The output directory cannot be used: other options, locked by another run, or not enough space."""
+
+
+class FileSizeError(OutputError):
+    """A file may not become as large as it must: running again does not mend that, as it may mend a full disk."""
 
 
 class Unfinished(ChordError):

@@ -14,7 +14,9 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from chord_runtime import output
 from chord_runtime.errors import OutputError, UsageError
+from chord_runtime.output import output_error
 
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0, "maximum": 1e15}  # the maximum keeps infinity out
 _COUNT = {"type": "integer", "minimum": 0}
@@ -93,7 +95,7 @@ def target(path: Path) -> Path:
         with TemporaryFile(dir=folder):
             pass  # permissions do not tell all: root may write anything, but not to a read-only file system
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise output_error(path, error) from error
     return found
 
 
@@ -103,20 +105,7 @@ def write(contents: Mapping[Path, bytes]) -> None:
     Raises:
         OutputError: one cannot be written.
     """
-    wholes = [target(path) for path in contents]
-    parts = [whole.with_name(f".{whole.name}.{os.getpid()}") for whole in wholes]
-    try:
-        for part, data in zip(parts, contents.values(), strict=True):
-            part.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(data)
-        for part, whole in zip(parts, wholes, strict=True):
-            part.replace(whole)
-    except OSError as error:
-        raise _unwritable(", ".join(map(str, contents)), error) from error
-    finally:
-        for part in parts:
-            with suppress(OSError):
-                part.unlink()
+    output.write({target(path): data for path, data in contents.items()})
 
 
 def write_json(path: Path, data: object) -> None:
@@ -130,7 +119,3 @@ def write_json(path: Path, data: object) -> None:
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is not a time or a rate")
-
-
-def _unwritable(path: Path | str, error: OSError) -> OutputError:
-    return OutputError(f"{path} cannot be written: {error.strerror}; choose another place")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chord_convert import write
-from chord_convert.output_error import output_error
-from chord_runtime.errors import OutputError, Unfinished
+from chord_runtime.errors import FileSizeError, OutputError, Unfinished
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.format.shard import ShardLayout, TensorSpec, checksum, read_shard_header
+from chord_runtime.output import output_error
 from tests.checkpoints import write_checkpoint
 from tests.convert.helpers import options, run, snapshot
 
@@ -40,7 +41,7 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(Unfinished, match=r"are needed, .* are free; make room"):
         run(model, output, options(4))
     monkeypatch.setattr("chord_convert.convert.check_space", lambda directory, needed: None)
-    with pytest.raises(Unfinished, match=r"cannot be written: no space is left on the device; [\d,]+ bytes are free"):
+    with pytest.raises(Unfinished, match=r"cannot be written: No space left on device, [\d,]+ bytes are free; make"):
         run(model, output, options(4))
     kept = {path.name for path in output.glob("*.safetensors")}
     assert kept
@@ -65,7 +66,7 @@ def test_a_failing_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing)
-        with pytest.raises(Unfinished, match="I/O error" if number == errno.EIO else "quota is used up"):
+        with pytest.raises(Unfinished, match="Input/output error" if number == errno.EIO else "Disk quota exceeded"):
             run(model, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.tmp"))
     assert not (tmp_path / "out" / MANIFEST).exists()
@@ -75,6 +76,25 @@ def test_a_failing_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("number", "told"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EACCES, False)])
 def test_free_space_is_told_where_it_matters(tmp_path: Path, number: int, told: bool) -> None:
     assert ("bytes are free" in str(output_error(tmp_path / "f", OSError(number, "?")))) == told
+
+
+def test_a_disk_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list(os.statvfs(tmp_path))
+    found[5:8] = [1000, 0, 0]
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(found))
+    error = output_error(tmp_path / "f", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert "No space left on device, no inodes (df -i) and " in str(error)
+
+
+def test_a_limit_on_the_size_of_a_file_is_not_called_unfinished(model: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(FileSizeError, match=r"File too large; raise the limit .*ulimit -f"):
+            run(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("accepted", ["open", "write"])
