@@ -11,6 +11,7 @@ are routed nowhere. Rows of one expert keep the order of their routed indices, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -68,8 +69,8 @@ class IndexedRouting:
     num_tokens_padded: Tensor
     """int32 [1], used part of ``sorted_ids``."""
     block_size: int
-    expected_m: int
-    """Rows an expert has on average, as far as the host knows."""
+    expected_m: float
+    """Rows an expert has on average, as far as the host knows; may be below 1."""
     rows: Tensor
     """int32 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
 
@@ -134,7 +135,7 @@ def masked(
     max_m = topk_ids.shape[0] if max_m is None else max_m
     if max_m < min(1, topk_ids.numel()):
         raise UsageError(f"max_m, the rows of each expert, must be at least 1; found {max_m}")
-    expected_m = _expected_m(topk_ids, num_experts, expert_map)
+    expected_m = max(1, math.ceil(_expected_m(topk_ids, num_experts, expert_map)))
     if _kernel_takes(topk_ids, num_experts, expert_map):
         refuse_grad(topk_ids, topk_weights)
         routed, masked_m, _, rows, weights = _OPS.align(
@@ -232,9 +233,9 @@ def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     return out.copy_(total)
 
 
-def _expected_m(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> int:
+def _expected_m(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> float:
     """Choices divided by the experts, of all ranks, that they are spread over."""
-    return max(1, -(-topk_ids.numel() // max(1, num_experts if expert_map is None else expert_map.numel())))
+    return topk_ids.numel() / max(1, num_experts if expert_map is None else expert_map.numel())
 
 
 def check(topk_ids: Tensor, expert_map: Tensor | None, topk_weights: Tensor | None) -> None:

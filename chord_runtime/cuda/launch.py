@@ -12,6 +12,7 @@ The functions take what the operators take (:mod:`chord_runtime.ops.library`) an
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,7 @@ def indexed(
     n: int,
     gate_up: bool,
     swiglu: bool,
-    expected_m: int = 0,
+    expected_m: float = 0.0,
     *,
     tile: TileConfig | None = None,
 ) -> None:
@@ -148,7 +149,9 @@ def indexed(
             f"call it with at most {_MOST_ELEMENTS // k} rows at a time"
         )
     start, weights, target = x.data_ptr(), w.data_ptr(), out.data_ptr()
-    mean = expected_m or -(-rows // experts)
+    mean = expected_m or rows / experts
+    if mean > 1:
+        mean = math.ceil(mean)  # one plan for all that select one tile
     kernel = _kernel("indexed", x, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
     if kernel.name == "portable":
@@ -186,7 +189,7 @@ def _kernel(
     experts: int,
     n: int,
     k: int,
-    rows: int,
+    rows: float,
     gate_up: bool,
     swiglu: bool,
     tile: TileConfig | None,

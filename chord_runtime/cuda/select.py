@@ -98,20 +98,21 @@ class TileConfig:
         }
 
 
-def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: int = 132) -> TileConfig:
+def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms: int = 132) -> TileConfig:
     """The tile of a call.
 
     Args:
         mode: ``contiguous``, ``masked`` or ``indexed``.
         n, k, experts: shape of the weight.
-        rows: rows an expert has on average, as far as the host knows.
+        rows: rows an expert has on average, as far as the host knows; below 1, most experts have none.
         arch: NVRTC target of the device.
         sms: its multiprocessors.
 
     Raises:
         UsageError: ``CHORD_TILE`` names no field of a tile, a value that is not an integer, or no possible tile.
     """
-    rows = max(rows, 1)
+    active = max(1, round(experts * -math.expm1(-rows)))  # experts that have rows, if routing is random
+    rows = max(math.ceil(rows), 1)
     if arch != _HOPPER:
         chosen = TileConfig(16, 16, 1, 2, 1, 2, box=16, why="no wgmma: mma.sync, weights read once for 16 rows")
     elif mode == "contiguous":
@@ -121,7 +122,7 @@ def choose(mode: str, n: int, k: int, experts: int, rows: int, arch: str, sms: i
     elif k <= _RESIDENT_K:
         chosen = _resident(k, rows)
     else:
-        chosen = _indexed(n, experts, rows, sms)
+        chosen = _indexed(n, active, rows, sms)
     if arch != _HOPPER:
         return chosen
     tile = _fit(_overridden(chosen), k)
@@ -144,12 +145,12 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
 
 
-def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
+def _indexed(n: int, active: int, rows: int, sms: int) -> TileConfig:
     most = rows + 2 * math.isqrt(rows)  # routing scatters the rows of an expert by about their square root
     if most <= 16:
-        return _decode(16, 8, n, experts, sms, box=0)
+        return _decode(16, 8, n, active, sms, box=0)
     if most <= 32:
-        return _decode(32, 32, n, experts, sms, box=0)
+        return _decode(32, 32, n, active, sms, box=0)
     cuts, tokens, narrow = _cut(rows, 128)
     why = f"runs of about {rows} rows are cut into {cuts} equal tiles: N fits nearly all of those, a second width most"
     return _prefill(tokens, narrow, 0, why)
@@ -158,6 +159,9 @@ def _indexed(n: int, experts: int, rows: int, sms: int) -> TileConfig:
 def _resident(k: int, rows: int) -> TileConfig:
     """A short K: activations stay while weights stream by, and two blocks a multiprocessor take turns at storing."""
     _, tokens, narrow = _cut(rows, _RESIDENT_TOKENS)
+    if tokens <= 32:
+        why = "K is short, memory bound: deep stages of many rows"
+        return TileConfig(tokens, narrow, 3, 2, 2, 0, 0, 64, resident=k // BLOCK_K, slots=2, group=_GROUP, why=why)
     slots = 2 if tokens <= 48 else 1  # as shared memory allows
     why = "K is short: activations stay while weights stream by; of two thread blocks one stores while one multiplies"
     return TileConfig(
@@ -180,6 +184,12 @@ def _cut(rows: int, limit: int) -> tuple[int, int, int]:
 
 def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, box: int) -> TileConfig:
     """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
+    if experts * -(-n // 512) <= sms:
+        # A tile keeps its multiprocessor busy in proportion to its height, however few tokens it has.
+        rows = min((512, 384, 256, 128), key=lambda rows: _busiest(rows, n, experts, sms))
+        if rows <= 256:
+            why = f"few experts have rows: tiles of {rows} rows of the weight spread them over the multiprocessors"
+            return TileConfig(tokens, narrow, rows // 64, 1, 2, 0, box, 32 if box else 64, why=why)
     warpgroups = min((4, 3), key=lambda wg: _busiest(wg * 128, n, experts, sms))
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
     return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
@@ -229,9 +239,7 @@ def _shared_limit(tile: TileConfig) -> int:
 def check(tile: TileConfig, k: int) -> None:
     """Raise UsageError for a tile, chosen by hand, that a Hopper kernel cannot be made of or would hang with."""
     t, blocks = tile, k // BLOCK_K
-    # Consumers hold a stage while they wait for the next but one. Producer warps that take stages in turn, which those
-    # that gather do not, must not be a whole ring ahead of each other (csrc/chord/producer.cuh).
-    least = 4 if t.box else 3
+    least = 3  # consumers hold a stage while they wait for the next but one
     rules = {
         "tokens and narrow are multiples of 8, narrow <= tokens <= 128": t.tokens % 8 == t.narrow % 8 == 0
         and 0 < t.narrow <= t.tokens <= 128,
@@ -289,7 +297,7 @@ SHAPES = (
 )
 ROWS = (1, 4, 8, 16, 24, 32, 43, 64, 86, 128, 171, 256, 341, 512)
 """Rows per expert that ``explain`` walks through."""
-_ALL_ROWS = range(1, 601)
+_ALL_ROWS = (*(i / 48 for i in range(1, 48)), *range(1, 601))
 """Rows per expert that ``all_configs`` walks through: beyond, tiles repeat."""
 
 

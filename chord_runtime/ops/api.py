@@ -125,7 +125,7 @@ def indexed(
     top_k: int,
     block_size: int | None = None,
     *,
-    expected_m: int | None = None,
+    expected_m: float | None = None,
     topk_weights: Tensor | None = None,
     activation: Activation | None = None,
     out: Tensor | None = None,
@@ -141,8 +141,8 @@ def indexed(
         num_tokens_padded: int32 [1], how much of ``sorted_ids`` is used.
         block_size: entries of ``sorted_ids`` in a block. May be left out when the two buffers' sizes tell: their ratio
             is a power of two.
-        expected_m: rows an expert has on average, as in :func:`masked`; by default all T·top_k rows are taken to be
-            of this rank, which under expert parallelism they are not.
+        expected_m: rows an expert has on average; below 1, few experts have any, and smaller tiles are chosen. By
+            default all T·top_k rows are taken to be of this rank, which under expert parallelism they are not.
         topk_weights: float32 [T, top_k] or [T·top_k], multiplied into row id before rounding.
         w, activation, out, validate: see the module.
 
@@ -166,7 +166,7 @@ def indexed(
     if rows:
         library.indexed(
             x, w.data, sorted_ids, expert_ids, num_tokens_padded, top_k, block_size, topk_weights, out,
-            w.n, w.interleaved, swiglu, expected_m or 0,
+            w.n, w.interleaved, swiglu, expected_m or 0.0,
         )  # fmt: skip
     return out
 

@@ -45,8 +45,8 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
   while (scheduler.next(tile)) {
     const TileIds ids(rows, tile);
     if (tile.rows == 0) continue;
-    // Where this lane's 16 bytes of each row begin, in bytes; launch.py refuses more than 32 bits hold. Rows of padding read
-    // the first row: their sums are not stored.
+    // Where this lane's 16 bytes of each row begin, in bytes; launch.py refuses more than 32 bits hold. Padding among
+    // them reads the first row: its sums are not stored.
     u32 from[kCopies];
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -67,9 +67,7 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
       };
 #pragma unroll
       for (int i = 0; i < kCopies; ++i)
-        if (i * kRowsAtOnce < kNarrow || tile.rows > kNarrow) {
-          if ((i + 1) * kRowsAtOnce <= kTokens || i * kRowsAtOnce + group_row < kTokens) copy(i);
-        }
+        if (i * kRowsAtOnce + group_row < tile.rows) copy(i);
       copy_async_arrive(shared_address(&shared.full[at.stage]));
       at.advance();
     }

@@ -35,7 +35,7 @@ template <class Scheduler, class Trim>
 CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, const TensorMap& map, const u8* w, int n,
                                 int k) {
   // A warp knows only its own stages: were it a whole ring ahead, it would take one phase of a barrier for another.
-  static_assert(kStages >= kProducerWarps, "warps in turn");
+  constexpr int kTurns = smaller(kProducerWarps, kStages);
   // One box a stage if it holds the whole tile; else boxes of kBox tokens of one k64 block.
   constexpr bool kWhole = kBox == kTokens;
   const int warp = threadIdx.x / kWarp % kProducerWarps;
@@ -57,7 +57,7 @@ CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, 
             copy_tile(to + (i * kTokens + box * kBox) * kBlockK * 2, map, tile.row0 + box * kBox, kb + i, full);
         }
       }
-      turn = (turn + 1) % kProducerWarps;
+      turn = (turn + 1) % kTurns;
       at.advance();
     }
     __syncwarp();

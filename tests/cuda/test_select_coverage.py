@@ -12,7 +12,7 @@ from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import SHARED_LIMIT
 from chord_runtime.errors import UsageError
 
-ROWS = (*range(1, 600), 683, 1024, 1366, 2731, 4096)
+ROWS = (*(tokens * 8 / 384 for tokens in range(1, 48)), *range(1, 600), 683, 1024, 1366, 2731, 4096)
 
 
 def key(instantiation: tuple[str, Mapping[str, int]]) -> tuple[str, tuple[tuple[str, int], ...]]:
@@ -41,7 +41,7 @@ def test_no_instantiation_twice_and_none_too_large(arch: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ("stages=3", "stages is at least 4"),
+        ("stages=2", "stages is at least 3"),
         ("blocks=4", "blocks is 1 or 2"),
         ("narrow=128,tokens=64", "narrow <= tokens"),
         ("stages=90", "shared memory"),
@@ -71,6 +71,12 @@ def test_overrides_are_names_and_integers(monkeypatch: pytest.MonkeyPatch, text:
     monkeypatch.setenv("CHORD_TILE", text)
     with pytest.raises(UsageError, match="is not NAME=INTEGER"):
         select.choose("masked", 4096, 7168, 48, 8, "sm_90a")
+
+
+def test_few_active_experts_get_small_tiles() -> None:
+    """One token of an EP8 rank: one expert, whose rows of weights spread over as many multiprocessors as they can."""
+    heights = [select.choose("indexed", 4096, 7168, 48, tokens * 8 / 384, "sm_90a").rows for tokens in (1, 4, 8, 16)]
+    assert heights == [128, 128, 256, 512]
 
 
 def test_bench_shapes_are_kimis() -> None:
