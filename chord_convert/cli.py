@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from functools import partial
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from chord_runtime.errors import ChordError, Unfinished, UsageError
+from chord_runtime.console import INTERRUPTED, Console
+from chord_runtime.errors import Unfinished, UsageError
 from chord_runtime.format.layout import ALL_MODES, Mode, ParallelLayout, Placement
 from chord_runtime.units import counted, human
 from chord_runtime.version import VERSION
@@ -21,12 +21,26 @@ if TYPE_CHECKING:
     from chord_convert.convert import Result
     from chord_convert.plan import Plan
 
-DONE, FAILED, USAGE, UNFINISHED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+DONE, USAGE, UNFINISHED, TERMINATED = 0, 2, 3, 143
 _GO_ON = "The same command goes on from the files that are finished."
 
 
 class _Terminated(BaseException):
     """SIGTERM."""
+
+
+class _Command(Console):
+    def told(self, error: BaseException, arguments: list[str]) -> tuple[str, int] | None:
+        match error:
+            case click.Abort():
+                return f"stopped. {_GO_ON}", INTERRUPTED
+            case _Terminated():
+                return f"terminated. {_GO_ON}", TERMINATED
+            case UsageError():
+                return str(error), USAGE
+            case Unfinished():
+                return f"{error}\nUnfinished. {_GO_ON}", UNFINISHED
+        return super().told(error, arguments)
 
 
 def _parse_ranks(text: str | None, size: int) -> tuple[int, ...] | None:
@@ -48,6 +62,7 @@ def _parse_modes(names: tuple[str, ...]) -> tuple[Mode, ...]:
 
 
 @click.command(
+    cls=_Command,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 unfinished (no space, a failing "
     "disk or network): run it again, 130 Ctrl-C, 143 SIGTERM.",
@@ -173,40 +188,6 @@ def _terminate(*_: object) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command; errors are one line on stderr and an exit code, never a traceback.
-
-    With ``--json`` they are an object on stdout, with the keys ``error`` and ``exit_code``.
-    """
+    """Run the command; a failure is told as ``chord_runtime.console`` says."""
     signal.signal(signal.SIGTERM, _terminate)
-    try:
-        cli(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        if "--json" in sys.argv:
-            _fail(error.format_message(), USAGE)
-        error.show()
-        sys.exit(USAGE)
-    except (KeyboardInterrupt, click.Abort):
-        _fail(f"stopped. {_GO_ON}", INTERRUPTED)
-    except _Terminated:
-        _fail(f"terminated. {_GO_ON}", TERMINATED)
-    except UsageError as error:
-        _fail(str(error), USAGE)
-    except Unfinished as error:
-        _fail(f"{error}\nUnfinished. {_GO_ON}", UNFINISHED)
-    except ChordError as error:
-        _fail(str(error), FAILED)
-    except OSError as error:
-        # What is left in the buffer cannot be written either, and Python would say so at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        click.echo(f"error: the output cannot be written: {error.strerror or error}", err=True)
-        sys.exit(FAILED)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    if "--json" in sys.argv:
-        click.echo(json.dumps({"error": message, "exit_code": code}, indent=1))
-    else:
-        click.echo(f"error: {message}", err=True)
-    sys.exit(code)
+    cli()

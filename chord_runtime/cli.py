@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 
 import click
 
-from chord_runtime.errors import ChordError
+from chord_runtime.console import FAILED, Console
 from chord_runtime.version import VERSION
 
 COMMANDS = {
@@ -20,9 +18,20 @@ COMMANDS = {
     "doctor": "What is here, what is missing, and what to do about it.",
 }
 
+_VERDICTS, _UNKNOWN = ("validate", "verify"), 2
+"""Commands whose exit code 1 is a verdict, and the code that stands for none."""
 
-class _Commands(click.Group):
+
+class _Commands(Console, click.Group):
     """Imports a command's module when it is called, so that ``chord --help`` needs neither torch nor CUDA."""
+
+    unwritable = _UNKNOWN
+
+    def told(self, error: BaseException, arguments: list[str]) -> tuple[str, int] | None:
+        told = super().told(error, arguments)
+        if told is not None and told[1] == FAILED and arguments[0] in _VERDICTS:
+            return told[0], _UNKNOWN
+        return told
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -52,14 +61,5 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the group. A ChordError that a command lets through is one line on stderr and exit code 1; 2 for stdout."""
-    try:
-        cli()
-    except ChordError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        # What is left in the buffer cannot be written either, and Python would say so at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        click.echo(f"error: the result cannot be written: {error.strerror or error}", err=True)
-        sys.exit(2)
+    """Run the group; a failure is told as ``console`` says."""
+    cli()

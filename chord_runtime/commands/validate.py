@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from chord_convert.report import Problem
     from chord_convert.validate import Report
 
-VALID, INVALID, UNKNOWN, INTERRUPTED = 0, 1, 2, 130
+VALID, INVALID, UNKNOWN = 0, 1, 2
 
 
 @click.command(
@@ -56,17 +56,10 @@ def validate(
     try:
         report = _run(model, revision, token, scales)
     except ChordError as error:
-        if as_json:
-            click.echo(json.dumps({"model": model, "valid": None, "error": str(error)}, indent=2))
-        else:
-            click.echo(
-                f"::error title=chord validate::{_escape(str(error))}" if github else f"error: {error}", err=not github
-            )
+        if as_json or not github:
+            raise
+        click.echo(f"::error title=chord validate::{_escape(str(error))}")
         context.exit(UNKNOWN)
-    except KeyboardInterrupt:
-        # Click would exit with 1, which means invalid here.
-        click.echo("interrupted", err=True)
-        context.exit(INTERRUPTED)
     if as_json:
         click.echo(json.dumps(_as_dict(model, report, scales), indent=2))
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from chord_runtime.errors import ChordError
 from chord_runtime.format.files import mend
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.units import counted, human
@@ -16,7 +15,7 @@ from chord_runtime.verify import Verification
 from chord_runtime.verify import verify as verify_directory
 
 _SHOWN = 50
-AS_WRITTEN, ALTERED, UNKNOWN, INTERRUPTED = 0, 1, 2, 130
+AS_WRITTEN, ALTERED = 0, 1
 
 
 @click.command(
@@ -43,15 +42,7 @@ def verify(
 
     Names each missing, surplus, truncated or altered file.
     """
-    try:
-        results = _run(directory, against, revision, token, workers)
-    except ChordError as error:
-        click.echo(json.dumps({"error": str(error)}, indent=1) if as_json else f"error: {error}", err=not as_json)
-        context.exit(UNKNOWN)
-    except KeyboardInterrupt:
-        # Click would exit with 1, which means altered here.
-        click.echo("interrupted", err=True)
-        context.exit(INTERRUPTED)
+    results = _run(directory, against, revision, token, workers)
     if as_json:
         click.echo(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     else:

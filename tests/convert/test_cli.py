@@ -122,7 +122,7 @@ def test_a_full_stdout(model: Path, tmp_path: Path, form: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert result.returncode == 1
-    assert result.stderr == "error: the output cannot be written: No space left on device\n"
+    assert result.stderr == "error: stdout cannot be written: No space left on device\n"
 
 
 def test_ray_is_looked_for_before_anything_is_made(

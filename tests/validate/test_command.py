@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from chord_runtime.commands.validate import validate
+from chord_runtime.cli import cli
 from tests.hub_server import HubServer
 from tests.validate.editing import Editor
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(validate, arguments, env={"GITHUB_ACTIONS": None, **environment})
+    return CliRunner().invoke(cli, ["validate", *arguments], env={"GITHUB_ACTIONS": None, **environment})
 
 
 def test_valid(flat: Editor) -> None:
@@ -62,7 +62,7 @@ def test_could_not_tell(form: str, tmp_path: Path) -> None:
     said = "neither a directory nor a Hub id like owner/name"
     if form == "json":
         parsed = json.loads(result.stdout)
-        assert parsed["valid"] is None
+        assert parsed["exit_code"] == 2
         assert said in parsed["error"]
     elif form == "github":
         assert result.stdout.startswith("::error title=chord validate::")
@@ -198,7 +198,7 @@ def test_a_full_stdout(flat: Editor) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (
-        2, "error: the result cannot be written: No space left on device\n"
+        2, "error: stdout cannot be written: No space left on device\n"
     )  # fmt: skip
 
 
