@@ -88,6 +88,11 @@ def claim(directory: Path, job: Job, part: Part | None) -> Iterator[bool]:
     """
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"{directory} is not a directory: choose another one with -o")
+    if folders := sorted(name for name in job.names if (directory / name).is_dir()):
+        raise OutputError(
+            f"{directory / folders[0]} is a directory where a file of the conversion belongs: move it away, or choose "
+            "another directory with -o"
+        )
     found = _look(directory, job) if directory.is_dir() else None
     if found is not None and found.complete and not _leftovers(directory, job.names):
         yield True

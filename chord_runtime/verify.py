@@ -92,7 +92,7 @@ def _present(packed: PackedDir, findings: _Findings) -> list[str]:
     for name in sorted(there - packed.manifest.files.keys() - {MANIFEST}):
         findings.add(name, "a file that the manifest does not list: surplus")
     for name in sorted(packed.manifest.files.keys() - there):
-        findings.add(name, "missing")
+        findings.add(name, "a directory stands in its place" if (packed.path / name).is_dir() else "missing")
     shards = set(packed.shards()) & there
     for name in sorted((packed.manifest.files.keys() & there) - shards):
         _check_small(packed, name, findings)

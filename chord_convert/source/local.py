@@ -9,7 +9,7 @@ from pathlib import Path
 
 from chord_convert.source.base import FileInfo, Identity, Source
 from chord_convert.source.pread import FileReader, LocalFile
-from chord_runtime.errors import SourceError
+from chord_runtime.errors import SourceError, advice
 from chord_runtime.format.layout import MANIFEST, PROGRESS
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -23,7 +23,7 @@ class LocalSource(Source):
     In the latter two the Hub's own book-keeping tells the commit and the hashes of large files.
 
     Raises:
-        SourceError: the directory cannot be listed.
+        SourceError: the directory cannot be listed, or a directory has the name of a shard.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -35,7 +35,8 @@ class LocalSource(Source):
             self._list(self._root, "")
         except OSError as error:
             raise SourceError(
-                f"{error.filename}: cannot be listed: {error.strerror}; check the path and its permissions."
+                f"{error.filename}: cannot be listed: {error.strerror}; "
+                f"{advice(error, 'check the path and its permissions')}."
             ) from None
         self.identity = Identity(*_origin(self._root, self._files), location=str(self._root))
 
@@ -46,6 +47,10 @@ class LocalSource(Source):
             if entry.name.startswith("."):
                 continue
             path, name = Path(entry.path), prefix + entry.name
+            if entry.name.endswith(".safetensors") and entry.is_dir():
+                raise SourceError(
+                    f"{path}: found a directory; supported: a file of this name. Put the file in its place."
+                )
             if entry.is_dir(follow_symlinks=False):
                 if not any((path / mark).exists() for mark in (MANIFEST, PROGRESS)):
                     self._list(path, f"{name}/")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chord_convert.report import name as printable
-from chord_runtime.errors import SourceError
+from chord_runtime.errors import SourceError, advice
 
 # One read call moves at most this much: the kernel's own limit is 2 GiB, and Ctrl-C is seen between calls.
 _READ_BYTES = 64 << 20
@@ -57,7 +57,7 @@ class FileReader:
         except OSError as error:
             raise SourceError(
                 f"{printable(name)}: reading {len(out)} bytes at {start} failed: {error.strerror} "
-                f"(errno {error.errno}); check the disk or the network file system and run again."
+                f"(errno {error.errno}); {advice(error, 'check the disk or the network file system')}, then run again."
             ) from None
         if (status.st_size, status.st_mtime_ns) != (file.size, file.modified):
             raise SourceError(

@@ -7,12 +7,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from chord_runtime.errors import FormatError
+from chord_runtime.errors import FormatError, advice
 
 
 def mend(file: Path | str) -> str:
     """What helps against damage. Converting again alone would keep a file whose size and header are right."""
     return f"delete {file}, then run chord-convert again with the same options (or fetch it again)"
+
+
+def unreadable(path: Path, error: OSError) -> FormatError:
+    """What a failed read is called."""
+    lost = isinstance(error, (FileNotFoundError, IsADirectoryError))
+    helps = mend(path) if lost else advice(error, "check the disk and its permissions")
+    return FormatError(f"{path} cannot be read: {error.strerror}; {helps}")
 
 
 class DataFile:
@@ -25,7 +32,7 @@ class DataFile:
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise unreadable(self.path, error) from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -38,7 +45,7 @@ class DataFile:
             try:
                 count = os.preadv(self._descriptor, views, start)
             except OSError as error:
-                raise self._unreadable(error) from None
+                raise unreadable(self.path, error) from None
             if count == 0:
                 raise FormatError(f"{self.path} ended at byte {start}: something shortened it; {mend(self.path)}")
             start += count
@@ -46,6 +53,3 @@ class DataFile:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
-
-    def _unreadable(self, error: OSError) -> FormatError:
-        return FormatError(f"{self.path} cannot be read: {error.strerror}; check the disk and its permissions")

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 from jsonschema.exceptions import best_match
 
-from chord_runtime.errors import FormatError, UsageError
+from chord_runtime.errors import FormatError, UsageError, advice
 from chord_runtime.format.block import FORMAT_VERSION, GROUP_SIZE
 from chord_runtime.format.layout import MANIFEST, ExpertShape, Mode, ParallelLayout, Placement, Projection, row_order
 from chord_runtime.resources import validator
@@ -205,12 +205,17 @@ class Manifest:
         try:
             return cls.from_string(path.read_bytes(), str(path))
         except (FileNotFoundError, NotADirectoryError):
+            if not directory.is_dir():
+                raise FormatError(
+                    f"{directory} is not a directory; supported: one that chord-convert has made: check the path"
+                ) from None
             raise FormatError(
                 f"{directory} has no {MANIFEST}: it is not a packed directory, or its conversion has not finished; "
                 "run chord-convert again with the same options to finish it"
             ) from None
         except OSError as error:
-            raise FormatError(f"{path} cannot be read: {error.strerror}; check its permissions and the disk") from None
+            helps = advice(error, "check its permissions and the disk")
+            raise FormatError(f"{path} cannot be read: {error.strerror}; {helps}") from None
 
 
 def quantization_config(packing: Packing) -> dict[str, Any]:

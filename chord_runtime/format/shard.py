@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from chord_runtime.errors import FormatError
-from chord_runtime.format.files import mend
+from chord_runtime.format.files import mend, unreadable
 from chord_runtime.format.metadata import CHECKSUMS_KEY, SHARD_KEY, dumps
 
 ALIGNMENT = 4096
@@ -122,9 +122,7 @@ def read_shard_header(path: Path) -> ShardHeader:
                 raise _damaged(path, f"{size} bytes with a header of {length}")
             raw = prefix + file.read(length)
     except OSError as error:
-        lost = isinstance(error, (FileNotFoundError, IsADirectoryError))
-        advice = mend(path) if lost else "check the disk and its permissions"
-        raise FormatError(f"{path} cannot be read: {error.strerror}; {advice}") from None
+        raise unreadable(path, error) from None
     if len(raw) < 8 + length:
         raise _damaged(path, "a header that ends early")
     try:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from chord_convert.against import compare
 from chord_runtime.cli import cli
-from chord_runtime.errors import ChordError, FormatError
+from chord_runtime.errors import ChordError, FormatError, OutputError
 from chord_runtime.format.layout import MANIFEST
 from chord_runtime.format.shard import read_shard_header
 from chord_runtime.verify import verify
@@ -138,13 +138,14 @@ def test_against_another_model(packed: Path, tmp_path: Path) -> None:
 def test_unfinished_and_foreign_directories(copy: Path, tmp_path: Path) -> None:
     (copy / MANIFEST).unlink()
     (tmp_path / "file").touch()
-    for path in (copy, tmp_path / "file", tmp_path / "nowhere"):
-        result = chord("inspect", str(path))
-        assert result.exit_code == 1 and "conversion has not finished" in result.stderr
-        result = chord("verify", str(path))
-        assert result.exit_code == 2 and result.output.startswith(f"error: {path} has no {MANIFEST}")
-        result = chord("verify", str(path), "--json")
-        assert result.exit_code == 2 and "conversion has not finished" in json.loads(result.stdout)["error"]
+    for path, message in (
+        (copy, f"{copy} has no {MANIFEST}: it is not a packed directory, or its conversion has not finished"),
+        (tmp_path / "file", f"{tmp_path}/file is not a directory; supported: one that chord-convert has made: check"),
+        (tmp_path / "nowhere", f"{tmp_path}/nowhere is not a directory"),
+    ):
+        for command, code in (("inspect", 1), ("verify", 2)):
+            result = chord(command, str(path))
+            assert result.exit_code == code and result.stderr.startswith(f"error: {message}")
 
 
 def test_a_source_that_cannot_be_compared_with(packed: Path, tmp_path: Path) -> None:
@@ -158,6 +159,19 @@ def test_an_interrupted_run_does_not_say_altered(packed: Path, monkeypatch: pyte
 
     monkeypatch.setattr("chord_runtime.commands.verify.verify_directory", interrupt)
     assert chord("verify", str(packed)).exit_code == 130
+
+
+def test_a_directory_in_place_of_a_shard(copy: Path, model: Path) -> None:
+    """One clear error, and no work is done before it: also where the rest of the directory is unfinished."""
+    (copy / EXPERTS).unlink()
+    (copy / EXPERTS).mkdir()
+    assert f"{EXPERTS}: a directory stands in its place" in chord("verify", str(copy)).output
+    message = f"{EXPERTS} is a directory where a file of the conversion belongs: move it away"
+    with pytest.raises(OutputError, match=message):
+        run(model, copy)
+    (copy / MANIFEST).unlink()
+    with pytest.raises(OutputError, match=message):
+        run(model, copy)
 
 
 def make_directory(directory: Path) -> None:
@@ -231,7 +245,7 @@ def test_a_shard_that_cannot_be_opened_is_not_called_damaged(copy: Path, monkeyp
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(FormatError, match="check the disk and its permissions"):
+    with pytest.raises(FormatError, match="Permission denied; check its permissions"):
         read_shard_header(next(copy.glob("experts-*")))
 
 

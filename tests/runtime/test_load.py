@@ -210,6 +210,12 @@ def lengthen(directory: Path) -> None:
         file.write(b"x")
 
 
+def replace_by_directory(directory: Path) -> None:
+    file = expert_files(directory)[0]
+    file.unlink()
+    file.mkdir()
+
+
 def rename_tensor(directory: Path) -> None:
     path = expert_files(directory)[0]
     raw = path.read_bytes()
@@ -280,6 +286,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{MANIFEST} lists experts-layer001-ep001.* of no layer and rank that it says",
     ),
     "file missing": (lambda d: expert_files(d)[0].unlink(), "cannot be read: No such file"),
+    "directory for a file": (replace_by_directory, "cannot be read: Is a directory; delete .*run chord-convert again"),
     "file unlisted": (edit_manifest(drop_files), r"no file of layer 1 holds .*experts\.0\.down_proj.*4 tensors"),
     "truncated": (truncate, "truncated or altered"),
     "longer": (lengthen, "truncated or altered"),

@@ -129,6 +129,31 @@ def test_an_io_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source.read("a.bin", 10, 60)
 
 
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.EMFILE, r"raise the limit on open files \(ulimit -n\)"), (errno.EACCES, "check its permissions, then run")],
+)
+def test_a_file_that_cannot_be_opened(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with LocalSource(directory) as source:
+        monkeypatch.setattr(os, "open", fail)
+        with pytest.raises(SourceError, match=rf"a.bin: .*{message}"):
+            source.read("a.bin", 10, 60)
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(SourceError, match=r"cannot be listed: .*(ulimit -n|permissions)"):
+        LocalSource(directory)
+
+
+def test_a_directory_in_place_of_a_shard(directory: Path) -> None:
+    (directory / "model-00001-of-00002.safetensors").mkdir()
+    with pytest.raises(SourceError, match=r"model-00001-of-00002.safetensors: found a directory; supported: a file"):
+        LocalSource(directory)
+
+
 def test_small_files(directory: Path) -> None:
     (directory / "twice.json").write_text('{"a": 1, "a": 2}')
     (directory / "list.json").write_text("[1]")
