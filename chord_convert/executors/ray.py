@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from chord_runtime.errors import ChordError, SourceError, Unfinished, UsageError
 
 _RETRIES = 5
 _SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_TO_CONNECT = 30.0
 
 
 def require() -> None:
@@ -39,14 +41,14 @@ def run(
 ) -> None:
     """Do the tasks on Ray, at most ``workers`` at a time.
 
-    Raises UsageError without Ray, Unfinished if a task's workers kept dying, and what the task raised otherwise.
+    Raises UsageError without Ray or its cluster, Unfinished if a task's workers kept dying, and what the task raised
+    otherwise.
     """
     require()
     import ray
 
     if not ray.is_initialized():
-        cpus = None if address or "RAY_ADDRESS" in os.environ else workers
-        ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
+        _connect(address or os.environ.get("RAY_ADDRESS"), workers)
     do = ray.remote(max_retries=_RETRIES, num_cpus=1)(_do)
     place, commit = source.identity.location, source.identity.commit
     waiting = list(reversed(tasks))
@@ -71,6 +73,30 @@ def run(
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
+
+
+def _connect(address: str | None, workers: int) -> None:
+    """Join the cluster at ``address``, or start one here. Ray itself would try a wrong address for ever."""
+    import ray
+
+    failed: list[Exception] = []
+
+    def init() -> None:
+        cpus = None if address else workers
+        try:
+            ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=init, daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_CONNECT)
+    if failed or thread.is_alive():
+        reason = failed[0] if failed else f"no answer within {_SECONDS_TO_CONNECT:.0f} s"
+        raise UsageError(
+            f"no Ray cluster at {address or 'this machine'} ({reason}): check --address and RAY_ADDRESS against what "
+            "`ray status` says there, start one with `ray start --head`, or use --executor threads"
+        )
 
 
 def _files(task: Task) -> set[str]:
