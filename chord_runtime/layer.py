@@ -110,8 +110,7 @@ def _check(
     if not isinstance(layer, PackedLayer):
         raise UsageError(f"layer must be a PackedLayer, such as chord.load(…)[1]; found {type(layer).__name__}")
     for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if not isinstance(tensor, Tensor):
-            raise UsageError(f"{name} must be a tensor; found {type(tensor).__name__}")
+        api.check_tensor(name, tensor)
     try:
         chosen = routing.convention(layer.w13.modes) if mode is None else Mode(mode)
     except ValueError:
@@ -120,7 +119,7 @@ def _check(
         api.check_weight(chosen, weight)
     if x.dim() != 2 or topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise UsageError(f"x is [T, hidden] and topk_ids [T, top_k]; found {list(x.shape)} and {list(topk_ids.shape)}")
-    api.check_rows(x, layer.w13)
+    api.check_rows("x", x, layer.w13)
     routing.check(topk_ids, layer.expert_map, topk_weights)
     if out is not None:
         api.check_out(out, (x.shape[0], layer.w2.n), x)

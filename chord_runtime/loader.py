@@ -45,6 +45,10 @@ class LoadReport:
         )
 
 
+class _NoLayer(UsageError, KeyError):
+    __str__ = Exception.__str__  # a KeyError shows the repr
+
+
 @dataclass(frozen=True)
 class PackedLayers(Mapping[int, PackedLayer]):
     """One rank's layers of packed experts by layer number."""
@@ -59,6 +63,8 @@ class PackedLayers(Mapping[int, PackedLayer]):
     report: LoadReport
 
     def __getitem__(self, layer: int) -> PackedLayer:
+        if layer not in self.layers:
+            raise _NoLayer(f"layer {layer!r} is not here: loaded are {', '.join(map(str, self.layers)) or 'none'}")
         return self.layers[layer]
 
     def __iter__(self) -> Iterator[int]:
@@ -100,7 +106,7 @@ def load(
     began = time.perf_counter()
     target, workers = _device(device), _integer("workers", workers)
     ep_rank, tp_rank = _integer("ep_rank", ep_rank), _integer("tp_rank", tp_rank)
-    opened = PackedDir(Path(directory))
+    opened = PackedDir(_path(directory))
     packing = opened.manifest.packing
     recorded = packing.layout
     layout = ParallelLayout(
@@ -134,6 +140,13 @@ def load(
     )
     found = {number: result.layer for number, result in zip(numbers, results, strict=True)}
     return PackedLayers(found, packing, layout, ep_rank, tp_rank, report)
+
+
+def _path(directory: object) -> Path:
+    try:
+        return Path(directory)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"directory must be a path; found {directory!r}: pass what chord-convert has made") from None
 
 
 def _placement(name: Placement | str) -> Placement:

@@ -10,7 +10,8 @@ Arguments that all three share:
 - ``activation``: ``None``, or ``"swiglu"`` for a ``gate_up_8`` weight: the output is silu(gate)·up, computed in FP32.
   Without it a ``gate_up_8`` weight gives [gate | up].
 - ``out``: bfloat16, contiguous, written in place and returned; a new tensor by default. The columns are N, or N/2
-  after SwiGLU. Rows that no expert owns are left as they are, so in a new tensor they are undefined.
+  after SwiGLU. Rows that no expert owns are left as they are, so in a new tensor they are undefined. It must share no
+  memory with the other arguments, which is not checked: they are read while it is written.
 - ``validate``: whether to check the routing values too, which reads them; by default only on the CPU.
 
 On the CPU rows may be float32 too, and the result then is: so a whole model is compared without the noise of BF16
@@ -62,12 +63,13 @@ def contiguous(
         ``out``, bfloat16 [M, N] or [M, N/2].
     """
     check_weight(Mode.CONTIGUOUS, w)
+    check_tensor("a", a)
     if a.dim() != 2 or a.shape[0] % RUN_ROWS:
         raise UsageError(
-            f"a must be [M, K] with M a multiple of {RUN_ROWS}; found {list(a.shape)}: pad with rows of m_indices −1"
+            f"a must be [M, K] with M a multiple of {RUN_ROWS}; found {_sizes(a)}: pad with rows of m_indices −1"
         )
     rows = a.shape[0]
-    out, swiglu = _prepare(a, w, rows, activation, row_weight, out)
+    out, swiglu = _prepare("a", a, w, rows, activation, "row_weight", row_weight, out)
     _routing("m_indices", m_indices, rows, w.device)
     if _reads_values(validate, a):
         values.contiguous(m_indices, w.num_experts)
@@ -100,14 +102,15 @@ def masked(
         ``out``, bfloat16 [G·max_m, N] or [G·max_m, N/2].
     """
     check_weight(Mode.MASKED, w)
+    check_tensor("a", a)
     groups = w.num_experts
     shape = a.shape
     rows = shape[0] * shape[1] if len(shape) == 3 else shape[0] if len(shape) == 2 else 0
     if not (shape[0] == groups if len(shape) == 3 else len(shape) == 2 and rows % groups == 0):
         raise UsageError(
-            f"a must be [G, max_m, K] or [G·max_m, K] with G = {groups}, the weight's experts; found {list(a.shape)}"
+            f"a must be [G, max_m, K] or [G·max_m, K] with G = {groups}, the weight's experts; found {_sizes(a)}"
         )
-    out, swiglu = _prepare(a, w, rows, activation, row_weight, out)
+    out, swiglu = _prepare("a", a, w, rows, activation, "row_weight", row_weight, out)
     _routing("masked_m", masked_m, groups, w.device)
     if _reads_values(validate, a):
         values.masked(masked_m, rows // groups)
@@ -150,17 +153,18 @@ def indexed(
         ``out``, bfloat16 [T·top_k, N] or [T·top_k, N/2]; row = routed index.
     """
     check_weight(Mode.INDEXED, w)
+    check_tensor("x", x)
     if x.dim() != 2 or top_k < 1:
-        raise UsageError(f"x must be [T, K] and top_k at least 1; found {list(x.shape)} and {top_k}")
+        raise UsageError(f"x must be [T, K] and top_k at least 1; found {_sizes(x)} and {top_k}")
+    rows = x.shape[0] * top_k
+    out, swiglu = _prepare("x", x, w, rows, activation, "topk_weights", topk_weights, out)
+    _routing("sorted_ids", sorted_ids, None, w.device)
+    _routing("expert_ids", expert_ids, None, w.device)
+    _routing("num_tokens_padded", num_tokens_padded, 1, w.device)
     if block_size is None:
         block_size = _infer_block_size(sorted_ids, expert_ids)
     else:
         check_block_size(block_size)
-    rows = x.shape[0] * top_k
-    out, swiglu = _prepare(x, w, rows, activation, topk_weights, out)
-    _routing("sorted_ids", sorted_ids, None, w.device)
-    _routing("expert_ids", expert_ids, None, w.device)
-    _routing("num_tokens_padded", num_tokens_padded, 1, w.device)
     if _reads_values(validate, x):
         values.indexed(sorted_ids, expert_ids, num_tokens_padded, block_size, rows, w.num_experts)
     if rows:
@@ -186,17 +190,24 @@ def check_weight(mode: Mode, w: PackedWeight) -> None:
         )
 
 
-def check_rows(rows: Tensor, w: PackedWeight) -> None:
+def check_tensor(name: str, value: object) -> None:
+    """Raise UsageError for what is no tensor."""
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{name} must be a tensor; found {type(value).__name__}")
+
+
+def check_rows(name: str, rows: Tensor, w: PackedWeight) -> None:
     """Raise UsageError unless ``rows`` can be multiplied by ``w``."""
     fits = rows.dtype is torch.bfloat16 or (rows.dtype is torch.float32 and rows.is_cpu)
     if not fits or rows.shape[-1] != w.k or not rows.is_contiguous() or rows.device != w.device:
         raise UsageError(
-            f"rows must be contiguous bfloat16 […, {w.k}] on {w.device}, where the weight is; found {_found(rows)}"
+            f"{name} must be contiguous bfloat16 […, {w.k}] on {w.device}, where the weight is; found {_found(rows)}"
         )
 
 
 def check_out(out: Tensor, shape: tuple[int, int], rows: Tensor) -> None:
     """Raise UsageError unless results of ``rows`` can be written to ``out``."""
+    check_tensor("out", out)
     if out.dtype is not rows.dtype or out.shape != shape or not out.is_contiguous() or out.device != rows.device:
         raise UsageError(
             f"out must be contiguous {_name(rows.dtype)} {list(shape)} on {rows.device}; found {_found(out)}"
@@ -210,15 +221,17 @@ def check_block_size(block_size: int) -> None:
 
 
 def _prepare(
+    name: str,
     rows: Tensor,
     w: PackedWeight,
     num_rows: int,
     activation: str | None,
+    weight_name: str,
     weight: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Tensor, bool]:
     """Check what the modes share; returns ``out`` and whether SwiGLU is asked for. One pass of cheap comparisons."""
-    check_rows(rows, w)
+    check_rows(name, rows, w)
     device = w.device
     if activation is not None and (activation != "swiglu" or not w.interleaved):
         raise UsageError(
@@ -226,12 +239,13 @@ def _prepare(
             "for gate_up_8 (gate and up packed together)"
         )
     if weight is not None and (
-        weight.dtype is not torch.float32
+        not isinstance(weight, Tensor)
+        or weight.dtype is not torch.float32
         or weight.numel() != num_rows
         or not weight.is_contiguous()
         or weight.device != device
     ):
-        raise UsageError(f"row weights must be contiguous float32 [{num_rows}] on {device}; found {_found(weight)}")
+        raise UsageError(f"{weight_name} must be contiguous float32 [{num_rows}] on {device}; found {_found(weight)}")
     columns = w.n if activation is None else w.n // 2
     if out is None:
         return rows.new_empty((num_rows, columns)), activation is not None
@@ -241,19 +255,26 @@ def _prepare(
 
 def _routing(name: str, tensor: Tensor, length: int | None, device: torch.device) -> None:
     if (
-        tensor.dtype is not torch.int32
+        not isinstance(tensor, Tensor)
+        or tensor.dtype is not torch.int32
         or tensor.dim() != 1
         or (length is not None and tensor.numel() != length)
         or not tensor.is_contiguous()
         or tensor.device != device
     ):
-        size = "" if length is None else str(length)
+        size = "…" if length is None else length
         raise UsageError(f"{name} must be contiguous int32 [{size}] on {device}; found {_found(tensor)}")
 
 
-def _found(tensor: Tensor) -> str:
-    layout = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
-    return f"{_name(tensor.dtype)} {list(tensor.shape)}{layout} on {tensor.device}"
+def _found(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    layout = "" if value.is_contiguous() else f" with strides {value.stride()}"
+    return f"{_name(value.dtype)} {_sizes(value)}{layout} on {value.device}"
+
+
+def _sizes(tensor: Tensor) -> str:
+    return str(list(tensor.shape)) if tensor.dim() else "scalar"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -78,7 +78,7 @@ def out(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 SHARED: dict[str, tuple[Callable[[str], dict[str, Any]], str]] = {
-    "rows dtype": (changed_rows(lambda a: a.half()), r"rows must be .*bfloat16.*found float16"),
+    "rows dtype": (changed_rows(lambda a: a.half()), r"^(a|x) must be .*bfloat16.*found float16"),
     "rows width": (changed_rows(lambda a: a[..., :64].contiguous()), r"\[…, 128\].*found bfloat16"),
     "rows strided": (
         changed_rows(lambda a: torch.empty(*a.shape[:-1], 2 * K, dtype=a.dtype)[..., ::2]),
@@ -113,7 +113,7 @@ def test_row_weights_are_checked(operation: str) -> None:
         torch.ones(rows, device="meta"),
     ]
     for weight in wrong:
-        with pytest.raises(UsageError, match=rf"row weights must be contiguous float32 \[{rows}\] on cpu; found"):
+        with pytest.raises(UsageError, match=rf"^{name} must be contiguous float32 \[{rows}\] on cpu; found"):
             run(operation, **{name: weight})
 
 
@@ -141,7 +141,7 @@ def test_routing_tensors_are_checked(operation: str, name: str) -> None:
     if name in ("m_indices", "masked_m", "num_tokens_padded"):
         wrong.append(torch.cat([good, good]))
     for tensor in wrong:
-        with pytest.raises(UsageError, match=rf"{name} must be contiguous int32 \[\d*\] on cpu; found"):
+        with pytest.raises(UsageError, match=rf"{name} must be contiguous int32 \[(\d+|…)\] on cpu; found"):
             run(operation, **{name: tensor})
 
 
@@ -242,8 +242,26 @@ def test_what_is_no_weight_and_what_are_no_rows(operation: str) -> None:
     rest = (torch.zeros(1, dtype=torch.int32),) * 3 + (1,) if operation == "indexed" else (torch.zeros(1).int(), 1)
     rest = rest[:1] if operation == "contiguous" else rest
     weight = chord.pack_w4a16_grouped(torch.zeros(1, 128, 64, dtype=torch.uint8), torch.ones(1, 128, 2).bfloat16())
-    with pytest.raises(UsageError, match=r"must be .*found \[\]"):
+    with pytest.raises(UsageError, match=r"must be .*found scalar"):
         call(torch.tensor(1.0).bfloat16(), weight, *rest)
     for wrong in (weight.data, None):
         with pytest.raises(UsageError, match=r"w must be a PackedWeight, found .*pack_w4a16_grouped"):
             call(torch.zeros(128, 64).bfloat16(), wrong, *rest)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("wrong", [None, [[1.0]], 3, "x"])
+def test_what_is_no_tensor_is_refused_by_name(operation: str, wrong: object) -> None:
+    """None stands for a default where there is one."""
+    names = [OPERATIONS[operation][1], *(name for of, name in ROUTING_TENSORS if of == operation)]
+    optional = ["out", "topk_weights" if operation == "indexed" else "row_weight"]
+    for name in names if wrong is None else names + optional:
+        with pytest.raises(UsageError, match=f"^{name} must be .*found {type(wrong).__name__}"):
+            run(operation, **{name: wrong})
+
+
+def test_scalars_are_called_scalars() -> None:
+    with pytest.raises(
+        UsageError, match=r"expert_ids must be contiguous int32 \[…\] on cpu; found int32 scalar on cpu"
+    ):
+        run("indexed", expert_ids=EXPERT_IDS[0])

@@ -111,7 +111,7 @@ def test_wrong_arguments_are_refused() -> None:
         moe_layer(x, packed, ids, weights.bfloat16())
     with pytest.raises(UsageError, match=r"topk_weights must be float32 \[4, 1\]"):
         moe_layer(x, packed, ids, weights[:, :0])
-    with pytest.raises(UsageError, match="rows must be contiguous bfloat16"):
+    with pytest.raises(UsageError, match="x must be contiguous bfloat16"):
         moe_layer(x.half(), packed, ids, weights)
     with pytest.raises(UsageError, match=r"experts are 0\.\.1"):
         moe_layer(x, packed, ids + 2, weights)
@@ -129,10 +129,10 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"x": lambda t: torch.zeros(t, HIDDEN // 2).bfloat16()}, "rows must be contiguous bfloat16"),
-        ({"x": lambda t: torch.zeros(t, HIDDEN).half()}, "rows must be contiguous bfloat16"),
-        ({"x": lambda _: torch.zeros(HIDDEN, 4).bfloat16().T}, "rows must be contiguous bfloat16|x is"),
-        ({"x": lambda t: torch.zeros(t, HIDDEN, device="meta").bfloat16()}, "rows must be contiguous bfloat16"),
+        ({"x": lambda t: torch.zeros(t, HIDDEN // 2).bfloat16()}, "x must be contiguous bfloat16"),
+        ({"x": lambda t: torch.zeros(t, HIDDEN).half()}, "x must be contiguous bfloat16"),
+        ({"x": lambda _: torch.zeros(HIDDEN, 4).bfloat16().T}, "x must be contiguous bfloat16|x is"),
+        ({"x": lambda t: torch.zeros(t, HIDDEN, device="meta").bfloat16()}, "x must be contiguous bfloat16"),
         ({"out": lambda t: torch.zeros(t, HIDDEN, dtype=torch.int8)}, "out must be contiguous bfloat16"),
         ({"out": lambda t: torch.zeros(t, HIDDEN).half()}, "out must be contiguous bfloat16"),
         ({"out": lambda t: torch.zeros(t + 1, HIDDEN).bfloat16()}, "out must be contiguous bfloat16"),

@@ -201,6 +201,20 @@ def test_a_layer_named_twice_is_loaded_once(packed: Path) -> None:
     assert list(twice) == [1] and twice.report.data_bytes == once.report.data_bytes
 
 
+def test_a_layer_that_is_not_there(packed: Path) -> None:
+    rank = chord.load(packed, layers=[2])
+    for kind in (UsageError, KeyError):
+        with pytest.raises(kind, match=r"^layer 3 is not here: loaded are 2$"):
+            rank[3]
+    assert 3 not in rank and rank.get(3) is None
+
+
+@pytest.mark.parametrize("directory", [None, 3])
+def test_what_is_no_path(directory: object) -> None:
+    with pytest.raises(UsageError, match=f"directory must be a path; found {directory}"):
+        chord.load(directory)  # type: ignore[arg-type]
+
+
 def truncate(directory: Path) -> None:
     os.truncate(expert_files(directory)[0], 100_000)
 
