@@ -82,6 +82,8 @@ def bench(
     the published table of novitalabs/chord.
     """
     if explain:
+        if any(value for name, value in context.params.items() if name != "explain"):
+            raise UsageError("--explain measures and shows nothing else: leave out the other options")
         click.echo(_explain())
         return
     if layer and (plot or compare or brief):

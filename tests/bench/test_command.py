@@ -158,6 +158,12 @@ def test_explain_needs_no_gpu_and_has_a_reason_for_every_tile(monkeypatch: pytes
     assert all(len(row) > header.index("why") for row in rows)
 
 
+@pytest.mark.parametrize("options", [["--quick"], ["--layer"], ["--points", "x"], ["--save", "x"], ["--brief"]])
+def test_explain_takes_no_other_option(options: list[str]) -> None:
+    found = run("--explain", *options)
+    assert isinstance(found.exception, UsageError) and "leave out the other options" in str(found.exception)
+
+
 @pytest.mark.parametrize("option", ["--save", "--plot"])
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "/dev/full", "/proc/nope/x", "{tmp}/old.json/x"])
 def test_what_cannot_be_written_is_told_before_anything_is_read(
