@@ -63,16 +63,31 @@ def graphed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument type: numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"found {text}; supported: {least} or more")
+        return int(text)
+
+    return number
+
+
 def main() -> None:
     """Load, check the graph against eager calls, time the loop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    for name, value in (("tokens", 32), ("steps", 100), ("top-k", 8), ("ep-rank", 0), ("ep-size", 1)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("tokens", 32), ("steps", 100), ("top-k", 8), ("ep-size", 1)):
+        parser.add_argument(f"--{name}", type=at_least(1), default=value)
+    parser.add_argument("--ep-rank", type=at_least(0), default=0)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    layers = chord.load(options.directory, options.ep_rank, options.ep_size, device=device)
+    try:
+        layers = chord.load(options.directory, options.ep_rank, options.ep_size, device=device)
+    except chord.ChordError as error:
+        parser.error(str(error))
     print(f"{len(layers)} layers on {device}: {layers.report}")
     shape = layers.packing.shape
     route = Router(shape.num_experts, shape.hidden, options.top_k, device)

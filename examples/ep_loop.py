@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from custom_loop import Router, norm
+from custom_loop import Router, at_least, norm
 from torch import Tensor
 
 import chord_runtime as chord
@@ -159,11 +159,13 @@ def main() -> None:
     """Load a rank, check both exchanges, time them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    parser.add_argument("--prefill", type=int, default=1024, help="tokens of each rank")
-    parser.add_argument("--decode", type=int, default=16, help="tokens of each rank")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--prefill", type=at_least(1), default=1024, help="tokens of each rank")
+    parser.add_argument("--decode", type=at_least(1), default=16, help="tokens of each rank")
+    parser.add_argument("--steps", type=at_least(1), default=20)
+    parser.add_argument("--top-k", type=at_least(1), default=8)
     options = parser.parse_args()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        parser.error("no launcher has set LOCAL_WORLD_SIZE: run it with torchrun, as above")
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -171,7 +173,10 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    layers = chord.load(options.directory, ep_rank=rank, ep_size=ranks, device=device)
+    try:
+        layers = chord.load(options.directory, ep_rank=rank, ep_size=ranks, device=device)
+    except chord.ChordError as error:
+        parser.error(str(error))
     # The newline in the same write: ranks share the terminal.
     print(f"rank {rank} of {ranks} on {device}: experts of {len(layers)} layers, {layers.report}\n", end="", flush=True)
     shape = layers.packing.shape

@@ -7,8 +7,8 @@ Real names, dtypes and layout, small sizes, random weights; nothing here knows C
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,4 +136,9 @@ def _quantize(weight: Tensor) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    if directory.exists() and not directory.is_dir():
+        parser.error(f"{directory} is not a directory; supported: one that exists, or a new name")
+    write(directory)

@@ -47,6 +47,26 @@ def test_custom_loop(packed: dict[str, Path]) -> None:
     assert rank.returncode == 0, rank.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("custom_loop.py", ("--tokens", "-3"), "argument --tokens: found -3; supported: 1 or more"),
+        ("custom_loop.py", ("--steps", "0"), "argument --steps: found 0; supported: 1 or more"),
+        ("custom_loop.py", ("--top-k", "x"), "argument --top-k: invalid number value: 'x'"),
+        ("custom_loop.py", ("--ep-rank", "-1"), "argument --ep-rank: found -1; supported: 0 or more"),
+        ("custom_loop.py", ("--ep-size", "3"), "ep size 3 does not divide 8 experts"),
+        ("custom_loop.py", ("--ep-rank", "2", "--ep-size", "2"), "ep rank 2 is not one of 0..1"),
+        ("ep_loop.py", ("--decode", "0"), "argument --decode: found 0; supported: 1 or more"),
+        ("ep_loop.py", (), "no launcher has set LOCAL_WORLD_SIZE: run it with torchrun"),
+        ("kimi_checkpoint.py", ("more",), "unrecognized arguments: more"),
+    ],
+)
+def test_senseless_arguments(packed: dict[str, Path], name: str, arguments: tuple[str, ...], message: str) -> None:
+    done = run(str(EXAMPLES / name), str(packed["linear"]), *arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{name}: error: {message}" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "ranks", "prefill", "top_k"),
