@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from chord_convert.checkpoint import Checkpoint
 from chord_convert.plan import SourceWeight, source_expert
 from chord_convert.source import Source, open_source
 from chord_convert.source.headers import TensorInfo
+from chord_convert.source.parallel import map_in_threads
 from chord_convert.tasks import rows_at_a_time, source_rows
 from chord_convert.validate import validate
 from chord_runtime.errors import FormatError
@@ -78,12 +78,8 @@ def _run(checks: Iterable[tuple[str, _Check]], workers: int | None) -> list[Find
         different = named[1](buffers.own)
         return None if different is None else Finding(named[0], different)
 
-    with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="compare") as pool:
-        try:
-            return [finding for finding in pool.map(run, checks) if finding is not None]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C and errors do not wait for the rest
-            raise
+    found = map_in_threads(run, checks, workers or os.cpu_count() or 1, "compare")
+    return [finding for finding in found if finding is not None]
 
 
 class _Comparison:

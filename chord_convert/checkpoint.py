@@ -10,19 +10,17 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from chord_convert.source.headers import TensorInfo
+from chord_runtime.format.layout import INDEX
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 KINDS = ("weight_packed", "weight_scale", "weight_shape")
-INDEX_FILE = "model.safetensors.index.json"
 
 _EXPERT = re.compile(r"((?:.*\.)?layers\.)(0|[1-9]\d{0,5})\.mlp\.experts\.(0|[1-9]\d{0,5})\.(\w+)\.([\w.]+)", re.ASCII)
 # Copied beside the weights: configuration, tokenizer, chat template, remote code, licence, model card.
 _SIDE_SUFFIXES = frozenset({".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt"})
 _SIDE_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|COPYING|THIRD_PARTY|USE_POLICY)", re.IGNORECASE)
 # Written anew for the output, or true of the source's quantization only.
-_NOT_COPIED = frozenset(
-    {"config.json", INDEX_FILE, "hf_quant_config.json", "quant_config.json", "quantize_config.json"}
-)
+_NOT_COPIED = frozenset({"config.json", INDEX, "hf_quant_config.json", "quant_config.json", "quantize_config.json"})
 
 
 class ExpertName(NamedTuple):

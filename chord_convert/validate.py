@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chord_convert.checkpoint import INDEX_FILE, Checkpoint, side_files
+from chord_convert.checkpoint import Checkpoint, side_files
 from chord_convert.report import Problem, show
 from chord_convert.source import strict_json
 from chord_convert.source.base import SMALL_FILE_LIMIT, Identity, Source
-from chord_convert.source.headers import TensorInfo, scan_headers
+from chord_convert.source.headers import Tensors, scan_headers
 from chord_convert.validate_config import CONFIG_RULES, block_schema
 from chord_convert.validate_facts import Facts, Rule
 from chord_convert.validate_files import FILE_RULES, FILE_WARNINGS
 from chord_convert.validate_kind import FOREIGN_RULES, FORMAT_RULES
 from chord_convert.validate_tensors import TENSOR_RULES, TENSOR_WARNINGS
 from chord_runtime.errors import CheckpointError
+from chord_runtime.format.layout import INDEX
 
 __all__ = ["Checkpoint", "Report", "validate"]
 
@@ -65,7 +66,7 @@ def validate(
     files = source.files()
     config = _read_object(source, "config.json", problems)
     hf_quant = _read_object(source, "hf_quant_config.json", problems) if "hf_quant_config.json" in files else None
-    index = _read_object(source, INDEX_FILE, problems) if INDEX_FILE in files else None
+    index = _read_object(source, INDEX, problems) if INDEX in files else None
     weight_map = _weight_map(index, problems)
     facts = _read_tensors(source, Facts(
         files=frozenset(files), config=config or {}, hf_quant=hf_quant, weight_map=weight_map,
@@ -146,7 +147,7 @@ def _weight_map(index: Mapping[str, Any] | None, problems: list[Problem]) -> dic
     if isinstance(found, dict) and all(isinstance(file, str) for file in found.values()):
         return found
     step = "Download the index again."
-    problems.append(Problem("json", INDEX_FILE, "weight_map", show(found), "a map of tensor names to files", step))
+    problems.append(Problem("json", INDEX, "weight_map", show(found), "a map of tensor names to files", step))
     return None
 
 
@@ -161,9 +162,9 @@ def _read_tensors(source: Source, facts: Facts, workers: int, problems: list[Pro
     wanted = sorted({*facts.shards, *(file for file in named if file.endswith(".safetensors"))})
     headers, found = scan_headers(source, wanted, workers)
     problems += found
-    tensors: dict[str, TensorInfo] = {}
+    tensors: Tensors = {}
     for header in headers.values():
-        for key, tensor in header.tensors.items():
+        for key, tensor in header.items():
             if key not in tensors or (facts.weight_map or {}).get(key) == tensor.file:
                 tensors[key] = tensor
     broken = frozenset(wanted) - headers.keys()

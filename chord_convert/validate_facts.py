@@ -11,7 +11,7 @@ from typing import Any
 
 from chord_convert.checkpoint import ExpertName, parse_expert
 from chord_convert.report import Problem
-from chord_convert.source.headers import Header, TensorInfo
+from chord_convert.source.headers import TensorInfo, Tensors
 
 BLOCK = "quantization_config"
 # Where loaders look for the block of the language model, in this order; compression_config is its older name.
@@ -35,7 +35,7 @@ class Facts:
     hf_quant: Mapping[str, Any] | None
     weight_map: Mapping[str, str] | None
     total_size: Any
-    headers: Mapping[str, Header]
+    headers: Mapping[str, Tensors]
     broken: frozenset[str]
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from chord_convert.report import Problem, show
 from chord_convert.validate_facts import Facts, Rule
+from chord_runtime.format.layout import MANIFEST, PROGRESS
 
 OR_ORIGINAL = "use Moonshot's INT4 checkpoint, or one quantized like it."
 ORIGINAL = f"U{OR_ORIGINAL[1:]}"
@@ -33,14 +34,14 @@ METHODS = {
 def already_packed(facts: Facts) -> Iterator[Problem]:
     """The output of chord-convert given as its input."""
     block = facts.block or {}
-    if block.get("quant_method") == "chord" or "chord-manifest.json" in facts.files:
+    if block.get("quant_method") == "chord" or MANIFEST in facts.files:
         yield Problem(
             "already-packed", "config.json", facts.block_key, "a checkpoint that Chord has packed already", SUPPORTED,
             "Load it as it is (`chord inspect`, `chord verify`), or validate the checkpoint it was made from.",
         )  # fmt: skip
-    elif "chord-progress.json" in facts.files:
+    elif PROGRESS in facts.files:
         yield Problem(
-            "already-packed", "chord-progress.json", "", "an unfinished output of chord-convert", SUPPORTED,
+            "already-packed", PROGRESS, "", "an unfinished output of chord-convert", SUPPORTED,
             "Run chord-convert again to finish it, or validate the checkpoint it is made from.",
         )  # fmt: skip
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from chord_convert.checkpoint import INDEX_FILE, KINDS, PROJECTIONS
+from chord_convert.checkpoint import KINDS, PROJECTIONS
 from chord_convert.report import Problem, name, show
 from chord_convert.source.headers import TensorInfo
 from chord_convert.validate_facts import Facts, Rule
 from chord_convert.validate_kind import OR_ORIGINAL, ORIGINAL
 from chord_runtime.format.block import GROUP_SIZE
+from chord_runtime.format.layout import INDEX
 
 DTYPES = {"weight_packed": ("I32",), "weight_scale": ("BF16",), "weight_shape": ("I32", "I64")}
 _INCOMPLETE = "Download the checkpoint again, or take one that was saved whole."
@@ -111,7 +112,7 @@ def _missing(facts: Facts, key: str, found: str, supported: str) -> Problem:
 
 def _place(facts: Facts) -> str:
     """The file that messages about absent tensors name."""
-    return INDEX_FILE if facts.weight_map is not None else "*.safetensors"
+    return INDEX if facts.weight_map is not None else "*.safetensors"
 
 
 def surplus_experts(facts: Facts) -> Iterator[Problem]:

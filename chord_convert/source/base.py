@@ -12,10 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from chord_convert.report import name as printable
-from chord_convert.source import strict_json
 from chord_runtime.errors import CheckpointError, SourceError
 
 # The index of a Kimi K2.x checkpoint is 23 MB; nothing else that is read whole comes near.
@@ -114,21 +112,6 @@ class Source(ABC):
                 "Check that it is what its name says."
             )
         return bytes(self.read(file, 0, size))
-
-    def read_json(self, file: str) -> dict[str, Any]:
-        """A JSON file that holds an object, read strictly (see strict_json). Raises CheckpointError when it is not."""
-        try:
-            parsed = strict_json.parse(self.read_bytes(file))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{printable(file)}: found {error}; supported: one JSON object. Download the file again."
-            ) from None
-        if not isinstance(parsed, dict):
-            raise CheckpointError(
-                f"{printable(file)}: found a JSON {type(parsed).__name__}; supported: one JSON object. "
-                "Download the file again."
-            )
-        return parsed
 
     def close(self) -> None:  # noqa: B027 - optional: only sources that hold files or connections need it
         """Let go of files and connections."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -51,13 +50,8 @@ class TensorInfo:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """One file's header: its tensors by name, its ``__metadata__`` (empty when absent), and where the data begins."""
-
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-    data_start: int
+Tensors = dict[str, TensorInfo]
+"""One file's tensors by name."""
 
 
 class HeaderError(CheckpointError):
@@ -69,7 +63,7 @@ class HeaderError(CheckpointError):
         self.problems = problems
 
 
-def read_header(source: Source, file: str) -> Header:
+def read_header(source: Source, file: str) -> Tensors:
     """Read and check one file's header.
 
     Raises:
@@ -108,7 +102,7 @@ def header_length(raw: bytes, file: str, size: int) -> int:
     return length
 
 
-def parse_header(raw: bytes | memoryview, file: str, size: int) -> Header:
+def parse_header(raw: bytes | memoryview, file: str, size: int) -> Tensors:
     """Parse the JSON of a header (without the eight bytes of length) of a file of ``size`` bytes in all.
 
     Raises:
@@ -123,10 +117,14 @@ def parse_header(raw: bytes | memoryview, file: str, size: int) -> Header:
     if not isinstance(parsed, dict):
         _refuse(file, "header", f"a JSON {type(parsed).__name__}", "one JSON object")
     problems: list[Problem] = []
-    metadata = _metadata(parsed.pop("__metadata__", None), file, problems)
+    metadata = parsed.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        problems.append(_problem(file, "__metadata__", show(metadata), "a map of strings to strings"))
     data_start = 8 + len(raw)
     file = sys.intern(file)
-    tensors: dict[str, TensorInfo] = {}
+    tensors: Tensors = {}
     for key, entry in parsed.items():
         found = _entry(key, entry)
         if isinstance(found, str):
@@ -138,7 +136,7 @@ def parse_header(raw: bytes | memoryview, file: str, size: int) -> Header:
         problems += _layout(tensors, file, data_start, size)
     if problems:
         raise HeaderError(problems)
-    return Header(tensors, metadata, data_start)
+    return tensors
 
 
 _ENTRY_SUPPORTED = 'an entry {"dtype": …, "shape": […], "data_offsets": [begin, end]} whose sizes agree'
@@ -183,16 +181,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _metadata(found: Any, file: str, problems: list[Problem]) -> dict[str, str]:
-    if found is None:
-        return {}
-    if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
-        return found
-    problems.append(_problem(file, "__metadata__", show(found), "a map of strings to strings"))
-    return {}
-
-
-def _layout(tensors: dict[str, TensorInfo], file: str, data_start: int, size: int) -> list[Problem]:
+def _layout(tensors: Tensors, file: str, data_start: int, size: int) -> list[Problem]:
     """Tensors must cover the data exactly: no holes, no overlaps, nothing after the last, nothing missing."""
     problems = []
     expected, before = data_start, ""
@@ -217,50 +206,26 @@ def _refuse(file: str, key: str, found: str, supported: str, step: str = "Downlo
     raise HeaderError([_problem(file, key, found, supported, step)])
 
 
-def scan_headers(
-    source: Source, files: Iterable[str] | None = None, workers: int = 16
-) -> tuple[dict[str, Header], list[Problem]]:
-    """Headers of ``files`` (default: every ``.safetensors`` file), read concurrently, and every problem found.
+def scan_headers(source: Source, files: list[str], workers: int = 16) -> tuple[dict[str, Tensors], list[Problem]]:
+    """The tensors of each of ``files``, whose headers are read concurrently, and every problem found.
 
     A file whose header is not valid is missing from the first result and present in the second.
 
     Raises:
         SourceError: a file cannot be read.
     """
-    wanted = sorted(source.files() if files is None else files)
-    wanted = [file for file in wanted if file.endswith(".safetensors")]
-    headers: dict[str, Header] = {}
+    headers: dict[str, Tensors] = {}
     problems: list[Problem] = []
 
-    def attempt(file: str) -> Header | list[Problem]:
+    def attempt(file: str) -> Tensors | list[Problem]:
         try:
             return read_header(source, file)
         except HeaderError as error:
             return error.problems
 
-    for file, result in zip(wanted, map_in_threads(attempt, wanted, workers, "headers"), strict=True):
-        if isinstance(result, Header):
+    for file, result in zip(files, map_in_threads(attempt, files, workers, "headers"), strict=True):
+        if isinstance(result, dict):
             headers[file] = result
         else:
             problems += result
     return headers, problems
-
-
-def read_headers(source: Source, files: Iterable[str] | None = None, workers: int = 16) -> dict[str, TensorInfo]:
-    """Every tensor of ``files`` (default: every ``.safetensors`` file) by name.
-
-    Raises:
-        HeaderError: a header is not valid, or two files hold a tensor of the same name.
-        SourceError: a file cannot be read.
-    """
-    headers, problems = scan_headers(source, files, workers)
-    tensors: dict[str, TensorInfo] = {}
-    for header in headers.values():
-        for key, tensor in header.tensors.items():
-            if key in tensors:
-                found = f"the tensor both here and in {printable(tensors[key].file)}"
-                problems.append(_problem(tensor.file, printable(key), found, "each tensor in one file"))
-            tensors[key] = tensor
-    if problems:
-        raise HeaderError(problems)
-    return tensors

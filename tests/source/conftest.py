@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from chord_convert.source import LocalSource
-from chord_convert.source.headers import TensorInfo, read_headers
+from chord_convert.source.headers import TensorInfo
 from chord_convert.source.hub import HubSource
+from chord_convert.validate import validate
 from tests.checkpoints import write_checkpoint
 from tests.hub_server import HubServer
 from tests.source.hub import FAST, NAME, REPO
@@ -31,7 +32,7 @@ def server(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def tensor(checkpoint: Path) -> TensorInfo:
     """A tensor of 16 KB."""
-    return read_headers(LocalSource(checkpoint))[NAME]
+    return validate(LocalSource(checkpoint)).require().tensors[NAME]
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_branch_is_pinned_to_its_commit(server: HubServer, tensor: TensorInfo,
     commit = server.add(REPO, checkpoint, revisions=("main", "v2"))
     with HubSource(REPO, "v2", retry=FAST) as source:
         read(source, tensor)
-        source.read_json("config.json")
+        source.read_bytes("config.json")
         assert source.identity.commit == commit
     resolved = [request.path for request in server.requests if "/resolve/" in request.path]
     assert resolved
@@ -73,7 +73,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(server: HubServer, checkpoin
     server.add("me/private", checkpoint, token="hf_secret")
     with HubSource("me/private", token="hf_secret", retry=FAST) as source:
         assert read(source, tensor) == content(checkpoint, tensor)
-        source.read_json("config.json")
+        source.read_bytes("config.json")
     for request in server.requests:
         if "me/private" in request.path:
             assert request.token == (None if request.path.startswith("/cdn/") else "hf_secret")
@@ -137,7 +137,7 @@ def test_names_that_are_no_hub_ids(server: HubServer, name: str) -> None:
 def test_small_files_are_kept_in_the_cache(server: HubServer) -> None:
     for _ in range(2):
         with HubSource(REPO, retry=FAST) as source:
-            assert source.read_json("config.json")["model_type"] == "kimi_k2"
+            assert b"kimi_k2" in source.read_bytes("config.json")
     assert len([r for r in server.requests if r.method == "GET" and r.path.endswith("/config.json")]) == 1
 
 
@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    assert source.read_json("config.json")["model_type"] == "kimi_k2"
+    assert b"kimi_k2" in source.read_bytes("config.json")
 
 
 def test_offline(server: HubServer, checkpoint: Path, tensor: TensorInfo, monkeypatch: pytest.MonkeyPatch) -> None:
