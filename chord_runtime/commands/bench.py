@@ -101,9 +101,7 @@ def bench(
         return
     before = Results.load(compare) if compare else None
     if sources:
-        results = _together([Results.load(path) for path in sources])
-        if save:
-            _beside(save, results).save(save)
+        results = _together(Results, sources, save)
     else:
         results = _measure(choose(points, quick=quick), quick, not no_peers, save)
     click.echo(brief_report(results) if brief else report(results))
@@ -133,17 +131,19 @@ def _bench_layer(
     from chord_runtime.bench import layer
 
     if sources:
-        results = _together([layer.LayerResults.load(path) for path in sources])
-        if save:
-            _beside(save, results).save(save)
+        results = _together(layer.LayerResults, sources, save)
     else:
         results = _measure_layer(points, quick, with_peers, save)
     click.echo(layer.report(results))
     _fail_if_any(results)
 
 
-def _together(runs: list[AnyResults]) -> AnyResults:
-    return reduce(lambda old, new: old.merged(new), runs)
+def _together(kind: type[AnyResults], sources: tuple[Path, ...], save: Path | None) -> AnyResults:
+    """The points of all these files; saved beside those that ``save`` has."""
+    results = reduce(lambda old, new: old.merged(new), map(kind.load, sources))
+    if save:
+        _beside(save, results).save(save)
+    return results
 
 
 def _beside(path: Path | None, results: AnyResults) -> AnyResults:
