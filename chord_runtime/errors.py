@@ -7,7 +7,8 @@ import errno
 _ADVICE = {
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
-    errno.EMFILE: "raise the limit on open files (ulimit -n), or use fewer workers",
+    errno.EISDIR: "move that directory away",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "the whole system has too many files open: end what holds them",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that takes larger ones",

@@ -29,7 +29,7 @@ def failing(error: BaseException, *arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.EMFILE, "error: some/file: Too many open files; raise the limit on open files (ulimit -n), or "),
+        (errno.EMFILE, "error: some/file: Too many open files; raise the limit on open files (ulimit -n)\n"),
         (errno.ENAMETOOLONG, "error: some/file: File name too long; choose a shorter name"),
         (errno.EACCES, "error: some/file: Permission denied; check its permissions"),
         (errno.EIO, "error: some/file: Input/output error; check the path and its permissions"),
