@@ -21,7 +21,7 @@ import xxhash
 
 from chord_convert.lock import is_held, open_locked
 from chord_convert.plan import Plan, Task
-from chord_runtime.errors import FormatError, OutputError
+from chord_runtime.errors import FormatError, OutputError, UnreadableError
 from chord_runtime.format.layout import MANIFEST, PROGRESS
 from chord_runtime.format.metadata import FileRecord, Manifest
 from chord_runtime.format.metadata import Source as Provenance
@@ -153,6 +153,8 @@ def _is_complete(path: Path, layout: ShardLayout) -> bool:
     try:
         header = read_shard_header(path)
         checksums = [header.tensors[tensor.name].checksum for tensor in layout.tensors]
+    except UnreadableError:
+        raise
     except (FormatError, KeyError):
         return False
     return header.size == layout.size and header.raw == layout.header(checksums)
@@ -202,7 +204,7 @@ def _judge(directory: Path, job: Job) -> _Finished | None:
     if progress.exists():
         try:
             found = dict(json.loads(progress.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise OutputError(f"{progress} cannot be read ({error}): choose another directory, or empty it") from None
         _refuse_different(directory, found, _started(job))
         return None
@@ -265,7 +267,9 @@ def _is_recorded(path: Path, recorded: FileRecord) -> bool:
         if path.suffix == ".safetensors":
             return read_shard_header(path).checksum == recorded.checksum
         return xxhash.xxh3_128_hexdigest(path.read_bytes()) == recorded.checksum
-    except (OSError, FormatError):
+    except UnreadableError:
+        raise  # what is lost is removed, and this may be whole
+    except (FileNotFoundError, FormatError):
         return False
 
 

@@ -42,6 +42,10 @@ class FormatError(ChordError):
     """A packed directory that is unfinished, altered, or of another format version, layout or rank."""
 
 
+class UnreadableError(FormatError):
+    """A file of a packed directory that is there and cannot be read now: nothing is said of its bytes."""
+
+
 class ScaleError(CheckpointError):
     """A scale that the packed format cannot hold exactly: NaN, infinite, or out of range."""
 

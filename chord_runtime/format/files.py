@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from chord_runtime.errors import FormatError, advice
+from chord_runtime.errors import FormatError, UnreadableError, advice
 
 
 def mend(file: Path | str) -> str:
@@ -17,9 +17,10 @@ def mend(file: Path | str) -> str:
 
 def unreadable(path: Path, error: OSError) -> FormatError:
     """What a failed read is called."""
-    lost = isinstance(error, (FileNotFoundError, IsADirectoryError))
-    helps = mend(path) if lost else advice(error, "check the disk and its permissions")
-    return FormatError(f"{path} cannot be read: {error.strerror}; {helps}")
+    found = f"{path} cannot be read: {error.strerror}"
+    if isinstance(error, (FileNotFoundError, IsADirectoryError)):
+        return FormatError(f"{found}; {mend(path)}")
+    return UnreadableError(f"{found}; {advice(error, 'check the disk and its permissions')}")
 
 
 class DataFile:

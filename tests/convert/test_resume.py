@@ -25,7 +25,7 @@ from chord_convert.progress import Progress
 from chord_convert.resume import claim
 from chord_convert.source import Source
 from chord_convert.tasks import Buffers, Tick
-from chord_runtime.errors import OutputError, ScaleError, SourceError, Unfinished
+from chord_runtime.errors import OutputError, ScaleError, SourceError, Unfinished, UnreadableError
 from chord_runtime.format.layout import MANIFEST, PROGRESS, Mode, Placement
 from chord_runtime.format.metadata import Manifest
 from chord_runtime.format.shard import read_shard_header
@@ -48,6 +48,28 @@ def child(model: Path, output: Path, ready: Connection) -> None:
     prepared = prepare(str(model), options(4))
     ready.send_bytes(b"ready")
     convert(prepared, output, workers=WORKERS, progress=Slow())
+
+
+def test_files_that_cannot_be_opened_now_are_not_taken_for_lost(
+    model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a finished directory, or one that is not: what is lost or unfinished is removed or written again."""
+    shutil.copytree(packed, tmp_path / "finished")
+    run(model, tmp_path / "unfinished", part=(0, 2))
+    before = {name: snapshot(tmp_path / name) for name in ("finished", "unfinished")}
+    real = Path.open
+
+    def refuse(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self))
+        return real(self, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        for name in before:
+            with pytest.raises(UnreadableError, match=r"Too many open files; raise the limit"):
+                run(model, tmp_path / name)
+    assert all(before[name].items() <= snapshot(tmp_path / name).items() for name in before)
 
 
 def start(model: Path, output: Path) -> multiprocessing.process.BaseProcess:
