@@ -95,7 +95,7 @@ def moe_layer(
         results, rows = _contiguous(*arguments)
     else:
         results, rows = _masked(*arguments, max_m)
-    return routing.combine(results, rows, out)
+    return routing.combine(results, rows, out, overlap=True)
 
 
 def _check(
@@ -151,5 +151,7 @@ def _indexed(
     top_k, expected_m = topk_ids.shape[1], route.expected_m
     hidden = api.indexed(x, layer.w13, *buffers, top_k, block_size, expected_m=expected_m, activation="swiglu")
     weights = topk_weights.contiguous()
-    down = api.indexed(hidden, layer.w2, *buffers, 1, block_size, expected_m=expected_m, topk_weights=weights)
+    down = api.indexed(
+        hidden, layer.w2, *buffers, 1, block_size, expected_m=expected_m, topk_weights=weights, overlap=True
+    )
     return down, route.rows

@@ -24,7 +24,7 @@ from chord_runtime.layer import PackedLayer
 from chord_runtime.ops.weight import PackedWeight
 from chord_runtime.packed_dir import PackedDir
 
-_RUN_BYTES = 64 << 20
+_RUN_BYTES = 16 << 20
 """Tensors that follow each other in a file are read by one call, up to about this much."""
 
 

@@ -213,8 +213,12 @@ def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
     return x[routed.clamp(min=0) // top_k]
 
 
-def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """``out[t]`` = Σ over j of ``results[rows[t, j]]``, −1 for none: in FP32, in the order of j, rounded once."""
+def combine(results: Tensor, rows: Tensor, out: Tensor, *, overlap: bool = False) -> Tensor:
+    """``out[t]`` = Σ over j of ``results[rows[t, j]]``, −1 for none: in FP32, in the order of j, rounded once.
+
+    ``overlap`` promises that the kernel launched last on this stream did not write ``rows``: it may still be running
+    while they are read.
+    """
     if results.dim() != 2 or rows.dim() != 2:
         raise UsageError(f"results are [M, hidden], rows [T, top_k]; found {list(results.shape)}, {list(rows.shape)}")
     check_out(out, (rows.shape[0], results.shape[1]), results)
@@ -224,7 +228,7 @@ def combine(results: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         return out.zero_()
     if results.is_cuda:
         refuse_grad(results, None)
-        _OPS.combine(results, rows, out)
+        _OPS.combine(results, rows, out, overlap)
         return out
     total = torch.zeros(rows.shape[0], results.shape[1], dtype=torch.float32, device=results.device)
     for row in rows.unbind(1):

@@ -36,7 +36,8 @@ _MOST_ELEMENTS = 2**32 // 2
 """Of gathered activations: kernels reach their rows by 32-bit offsets in bytes (csrc/chord/gather.cuh)."""
 
 _TILED = Parameters("TQQQQiiii")
-_GATHERED = Parameters("QQQQQQQiiiiii")
+_GATHERED = Parameters("QQQQQQQiiiiiii")
+_PORTABLE = Parameters("QQQQQQQiiiiii")
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def indexed(
     gate_up: bool,
     swiglu: bool,
     expected_m: float = 0.0,
+    overlap: bool = False,
     *,
     tile: TileConfig | None = None,
 ) -> None:
@@ -150,7 +152,7 @@ def indexed(
         )
     start, weights, target = x.data_ptr(), w.data_ptr(), out.data_ptr()
     mean = expected_m or rows / experts
-    if mean > 1:
+    if mean > select.SPARSE:
         mean = math.ceil(mean)  # one plan for all that select one tile
     kernel = _kernel("indexed", x, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
@@ -162,7 +164,7 @@ def indexed(
     kernel.launch(
         (
             start, weights, sorted_ids.data_ptr(), expert_ids.data_ptr(), num_tokens_padded.data_ptr(),
-            weight, target, experts, rows, top_k, block_size, n, k,
+            weight, target, experts, rows, top_k, block_size, n, k, int(overlap),
         ),
         _GATHERED,
     )  # fmt: skip
@@ -178,7 +180,7 @@ def _launch_portable(
 ) -> None:
     w, routing, weight, out = pointers
     arguments = (x.data_ptr(), w, routing, expert_ids, num_tokens_padded, weight, out, *integers)
-    kernel.launch(arguments, _GATHERED)
+    kernel.launch(arguments, _PORTABLE)
 
 
 def _kernel(

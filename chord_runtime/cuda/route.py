@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _ALIGN = Parameters("QQQQQQQQiiiiii")
 _GATHER = Parameters("QQQiii")
-_COMBINE = Parameters("QQQii")
+_COMBINE = Parameters("QQQiii")
 
 CONFIGS: list[tuple[str, dict[str, int]]] = [
     *(("align", {"CHORD_LAYOUT": layout, "CHORD_IDS_64": wide}) for layout in Layout for wide in (0, 1)),
@@ -69,14 +69,14 @@ def gather(x: Tensor, routed: Tensor, choices: int, top_k: int) -> Tensor:
     return out
 
 
-def combine(results: Tensor, rows: Tensor, out: Tensor) -> None:
+def combine(results: Tensor, rows: Tensor, out: Tensor, overlap: bool = False) -> None:
     """``chord::combine``: ``out[t]`` = Σ of rows ``rows[t]`` of ``results``, −1 for none."""
     tokens, top_k = rows.shape
     columns = results.shape[1]
     _check_alignment(results, out)
     kernel, constants = _kernel("combine", results.get_device())
     blocks = -(-columns // constants["chord_combine_columns"])
-    arguments = (results.data_ptr(), rows.data_ptr(), out.data_ptr(), top_k, columns)
+    arguments = (results.data_ptr(), rows.data_ptr(), out.data_ptr(), top_k, columns, int(overlap))
     kernel.launch(tokens, blocks, constants["chord_combine_threads"], arguments, _COMBINE)
 
 

@@ -111,18 +111,18 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
     Raises:
         UsageError: ``CHORD_TILE`` names no field of a tile, a value that is not an integer, or no possible tile.
     """
-    active = max(1, round(experts * -math.expm1(-rows)))  # experts that have rows, if routing is random
-    rows = max(math.ceil(rows), 1)
     if arch != _HOPPER:
         chosen = TileConfig(16, 16, 1, 2, 1, 2, box=16, why="no wgmma: mma.sync, weights read once for 16 rows")
     elif mode == "contiguous":
         chosen = _prefill(128, 128, RUN_ROWS, "runs are 128 rows: one full-width wgmma, no narrower loop")
+        if k > _LONG_K:
+            chosen = replace(chosen, stage_k=2)
     elif mode == "masked":
-        chosen = _masked(n, experts, rows, sms)
-    elif k <= _RESIDENT_K:
-        chosen = _resident(k, rows)
+        chosen = _masked(n, experts, max(math.ceil(rows), 1), sms)
+    elif rows < SPARSE:
+        chosen = _sparse(n, k, experts, rows, sms)
     else:
-        chosen = _indexed(n, active, rows, sms)
+        chosen = _indexed(n, k, experts, math.ceil(rows), sms)
     if arch != _HOPPER:
         return chosen
     tile = _fit(_overridden(chosen), k)
@@ -145,12 +145,22 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
 
 
-def _indexed(n: int, active: int, rows: int, sms: int) -> TileConfig:
+def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:
+    active = experts * -math.expm1(-rows)  # experts that have rows, if routing is random
+    if k > _LONG_K or active * -(-n // 512) <= sms / 2:
+        why = "few experts have rows: tiles of 128 rows of the weight spread them over the multiprocessors"
+        return TileConfig(16, 8, 2, 1, 4, 0, 0, 56, why=why)
+    return TileConfig(16, 8, 4, 2, 2, 0, 0, 64, why="few experts have rows, but K is short: tiles of 512 rows")
+
+
+def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
     most = rows + 2 * math.isqrt(rows)  # routing scatters the rows of an expert by about their square root
     if most <= 16:
-        return _decode(16, 8, n, active, sms, box=0)
+        return _decode(16, 8, n, experts, sms, box=0)
     if most <= 32:
-        return _decode(32, 32, n, active, sms, box=0)
+        return _decode(32, 32, n, experts, sms, box=0)
+    if k <= _RESIDENT_K:
+        return _resident(k, rows)
     cuts, tokens, narrow = _cut(rows, 128)
     why = f"runs of about {rows} rows are cut into {cuts} equal tiles: N fits nearly all of those, a second width most"
     return _prefill(tokens, narrow, 0, why)
@@ -159,9 +169,6 @@ def _indexed(n: int, active: int, rows: int, sms: int) -> TileConfig:
 def _resident(k: int, rows: int) -> TileConfig:
     """A short K: activations stay while weights stream by, and two blocks a multiprocessor take turns at storing."""
     _, tokens, narrow = _cut(rows, _RESIDENT_TOKENS)
-    if tokens <= 32:
-        why = "K is short, memory bound: deep stages of many rows"
-        return TileConfig(tokens, narrow, 3, 2, 2, 0, 0, 64, resident=k // BLOCK_K, slots=2, group=_GROUP, why=why)
     slots = 2 if tokens <= 48 else 1  # as shared memory allows
     why = "K is short: activations stay while weights stream by; of two thread blocks one stores while one multiplies"
     return TileConfig(
@@ -184,12 +191,6 @@ def _cut(rows: int, limit: int) -> tuple[int, int, int]:
 
 def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, box: int) -> TileConfig:
     """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
-    if experts * -(-n // 512) <= sms:
-        # A tile keeps its multiprocessor busy in proportion to its height, however few tokens it has.
-        rows = min((512, 384, 256, 128), key=lambda rows: _busiest(rows, n, experts, sms))
-        if rows <= 256:
-            why = f"few experts have rows: tiles of {rows} rows of the weight spread them over the multiprocessors"
-            return TileConfig(tokens, narrow, rows // 64, 1, 2, 0, box, 32 if box else 64, why=why)
     warpgroups = min((4, 3), key=lambda wg: _busiest(wg * 128, n, experts, sms))
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
     return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
@@ -206,6 +207,10 @@ def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
     return TileConfig(tokens, narrow, 2, 2, 1 if box else 2, 0, box, 56, why=why)
 
 
+SPARSE = 2.0
+"""Below this many rows an expert has on average, it matters how many experts have any."""
+_LONG_K = 2048
+"""Beyond this K, deeper stages and more tiles cost little."""
 _RESIDENT_K = 256
 """Up to this K the activations of 128 tokens fit in shared memory twice."""
 _RESIDENT_TOKENS = 104
@@ -301,14 +306,21 @@ _ALL_ROWS = (*(i / 48 for i in range(1, 48)), *range(1, 601))
 """Rows per expert that ``all_configs`` walks through: beyond, tiles repeat."""
 
 
+def configs(
+    mode: str, n: int, k: int, experts: int, output: int, arch: str, sms: int = 132
+) -> list[tuple[str, dict[str, int]]]:
+    """Every instantiation that ``choose`` returns for a shape at any rows per expert, each once."""
+    tiles = dict.fromkeys(choose(mode, n, k, experts, rows, arch, sms) for rows in _ALL_ROWS)
+    return [instantiation(mode, tile, output, arch) for tile in tiles]
+
+
 def all_configs(arch: str) -> Iterator[tuple[str, dict[str, int]]]:
     """Every instantiation that ``choose`` returns for Kimi's shapes at any rows per expert, each once."""
     seen = set()
     for mode in MODES:
         for n, k, experts, gate_up in SHAPES:
-            for tile in dict.fromkeys(choose(mode, n, k, experts, rows, arch) for rows in _ALL_ROWS):
-                for output in (GATE_UP, SWIGLU) if gate_up else (PLAIN,):
-                    name, defines = instantiation(mode, tile, output, arch)
+            for output in (GATE_UP, SWIGLU) if gate_up else (PLAIN,):
+                for name, defines in configs(mode, n, k, experts, output, arch):
                     key = (name, tuple(sorted(defines.items())))
                     if key not in seen:
                         seen.add(key)

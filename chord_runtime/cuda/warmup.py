@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from chord_runtime.cuda.compile import SHARED_LIMIT, Cubin, arch_of, compile_kernel
 from chord_runtime.errors import KernelError
+from chord_runtime.format.layout import Mode
 
 Instantiation = tuple[str, Mapping[str, int], str]
 """Kernel name, defines, architecture."""
@@ -68,6 +71,39 @@ def warm_up(
     """
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
         yield from pool.map(lambda item: _one(item, root, keep), work)
+
+
+@cache
+def start_layer(hidden: int, intermediate: int, experts: int, mode: Mode, device: int) -> None:
+    """Start compiling what :func:`chord_runtime.moe_layer` calls for a rank's layers, behind whatever comes next.
+
+    A server has much to do between the start and its first batch, and most of that leaves cores idle. Once for the same
+    arguments. A kernel that is wanted sooner is compiled by who wants it; what fails here is told there.
+    """
+    import torch
+
+    from chord_runtime.cuda import route, select
+
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    found = [
+        *select.configs(mode.value, 2 * intermediate, hidden, experts, select.SWIGLU, arch, sms),
+        *select.configs(mode.value, hidden, intermediate, experts, select.PLAIN, arch, sms),
+        *route.CONFIGS,
+    ]
+    waiting = iter(found)
+
+    def compile_some() -> None:
+        for name, defines in waiting:
+            _one((name, defines, arch), None, False)
+
+    for _ in range(_BEHIND):
+        # Daemons: nobody waits for them at exit.
+        threading.Thread(target=compile_some, name="chord-compile", daemon=True).start()
+
+
+_BEHIND = 4
+"""Compiles at once beside a server that starts: eight ranks share a host."""
 
 
 def _one(item: Instantiation, root: Path | None, keep: bool) -> Outcome:

@@ -131,6 +131,7 @@ def indexed(
     expected_m: float | None = None,
     topk_weights: Tensor | None = None,
     activation: Activation | None = None,
+    overlap: bool = False,
     out: Tensor | None = None,
     validate: bool | None = None,
 ) -> Tensor:
@@ -147,6 +148,8 @@ def indexed(
         expected_m: rows an expert has on average; below 1, few experts have any, and smaller tiles are chosen. By
             default all T·top_k rows are taken to be of this rank, which under expert parallelism they are not.
         topk_weights: float32 [T, top_k] or [T·top_k], multiplied into row id before rounding.
+        overlap: promises that the kernel launched last on this stream wrote neither ``w`` nor a routing buffer:
+            weights are then copied while it ends. So it is for down, whose routing gate_up has used already.
         w, activation, out, validate: see the module.
 
     Returns:
@@ -170,7 +173,7 @@ def indexed(
     if rows:
         library.indexed(
             x, w.data, sorted_ids, expert_ids, num_tokens_padded, top_k, block_size, topk_weights, out,
-            w.n, w.interleaved, swiglu, expected_m or 0.0,
+            w.n, w.interleaved, swiglu, expected_m or 0.0, overlap,
         )  # fmt: skip
     return out
 

@@ -27,8 +27,8 @@ _SCHEMAS = {
     "masked": "(Tensor a, Tensor w, Tensor masked_m, int expected_m, Tensor? row_weight, Tensor(a!) out, "
     "int n, bool gate_up, bool swiglu) -> ()",
     "indexed": "(Tensor x, Tensor w, Tensor sorted_ids, Tensor expert_ids, Tensor num_tokens_padded, int top_k, "
-    "int block_size, Tensor? topk_weights, Tensor(a!) out, int n, bool gate_up, bool swiglu, float expected_m=0.0) "
-    "-> ()",
+    "int block_size, Tensor? topk_weights, Tensor(a!) out, int n, bool gate_up, bool swiglu, float expected_m=0.0, "
+    "bool overlap=False) -> ()",
 }
 
 _library = torch.library.Library("chord", "DEF")  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ _library.define(  # type: ignore[no-untyped-call]
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define("gather(Tensor x, Tensor routed, int choices, int top_k) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("combine(Tensor results, Tensor rows, Tensor(a!) out) -> ()")  # type: ignore[no-untyped-call]
+_library.define("combine(Tensor results, Tensor rows, Tensor(a!) out, bool overlap=False) -> ()")  # type: ignore[no-untyped-call]
 
 
 def _cuda(name: str) -> Callable[..., Any]:
@@ -87,7 +87,7 @@ def _fake_gather(x: Tensor, routed: Tensor, choices: int, top_k: int) -> Tensor:
     return x.new_empty((routed.shape[0], x.shape[1]))
 
 
-def _fake_combine(results: Tensor, rows: Tensor, out: Tensor) -> None:
+def _fake_combine(results: Tensor, rows: Tensor, out: Tensor, overlap: bool = False) -> None:
     return None
 
 

@@ -19,9 +19,10 @@
 
 namespace chord {
 
-// The stage whose full barrier this is may be filled again; its empty barrier lies kStages further on.
+// The stage whose full barrier this is, if any, may be filled again; its empty barrier lies kStages further on.
 CHORD_DEVICE void release(u32 full) {
-  if (threadIdx.x % kWarp == 0) barrier_arrive(full + kStages * 8);
+  __syncwarp();  // every lane has read it, not only the one that says so
+  if (full && threadIdx.x % kWarp == 0) barrier_arrive(full + kStages * 8);
 }
 
 // Wait for a stage of the ring. Gathered rows were written in the generic proxy.
@@ -84,7 +85,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int k, u32 res
       wgmma_commit();
       wgmma_wait<1>();
       if (unit == 0) {
-        if (held) release(held);  // its last wgmma has just finished
+        release(held);  // its last wgmma has just finished
         held = this_full;
       }
     }

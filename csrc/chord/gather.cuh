@@ -33,12 +33,19 @@ struct TileIds {
 
 CHORD_DEVICE u32 swizzled(int row, int chunk) { return row * kBlockK * 2 + ((chunk ^ (row & 7)) << 4); }
 
+// Few rows: one warp streams weights, which need not wait for rows, and two gather. Else all four take weights in turn.
+constexpr bool kStreams = kGathered && (kResident || kTokens <= 32);
+
+CHORD_DEVICE bool streams_weights() { return kStreams && threadIdx.x / kWarp == kConsumers / kWarp; }
+
 template <class Scheduler>
 CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRows rows, const u16* x, const u8* w, int n,
                                    int k) {
-  constexpr int kRowsAtOnce = kProducerWarps * 4, kCopies = ceil_div(kTokens, kRowsAtOnce);
+  constexpr int kFirst = kStreams ? 1 : 0, kGatherers = kStreams ? 2 : kProducerWarps;
+  constexpr int kRowsAtOnce = kGatherers * 4, kCopies = ceil_div(kTokens, kRowsAtOnce);
   const int warp = threadIdx.x / kWarp % kProducerWarps, lane = lane_id();
-  const int group_row = warp * 4 + lane / 8, chunk = lane % 8;
+  const bool gathers = u32(warp - kFirst) < kGatherers;
+  const int group_row = u32(warp + kGatherers - kFirst) % kGatherers * 4 + lane / 8, chunk = lane % 8;
   RingPosition at = {0, 1};
   u32 turn = 0;
   Tile tile;
@@ -56,18 +63,19 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
       barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
       if (u32(warp) == turn && lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
-      turn = (turn + 1) % kProducerWarps;
+      if (!kStreams) turn = (turn + 1) % kProducerWarps;
       __syncwarp();
-      const u32 to = shared_address(shared.activations[at.stage]) + swizzled(group_row, chunk);
-      const u8* const columns = reinterpret_cast<const u8*>(x) + kb * kBlockK * 2;
-      auto copy = [&](int i) {
+      if (gathers) {
+        const u32 to = shared_address(shared.activations[at.stage]) + swizzled(group_row, chunk);
+        const u8* const columns = reinterpret_cast<const u8*>(x) + kb * kBlockK * 2;
 #pragma unroll
-        for (int j = 0; j < kStageK; ++j)
-          copy_async_16(to + (j * kTokens + i * kRowsAtOnce) * kBlockK * 2, columns + from[i] + j * kBlockK * 2);
-      };
+        for (int i = 0; i < kCopies; ++i) {
+          if (i * kRowsAtOnce + group_row >= tile.rows) break;
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i)
-        if (i * kRowsAtOnce + group_row < tile.rows) copy(i);
+          for (int j = 0; j < kStageK; ++j)
+            copy_async_16(to + (j * kTokens + i * kRowsAtOnce) * kBlockK * 2, columns + from[i] + j * kBlockK * 2);
+        }
+      }
       copy_async_arrive(shared_address(&shared.full[at.stage]));
       at.advance();
     }

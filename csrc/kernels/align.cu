@@ -4,7 +4,7 @@
 // A thread block places kChunk choices. It counts all choices itself, those before its chunk apart, rather than wait for
 // the other blocks: at decode there is one block, at prefill the ids are read from L2 by every block.
 //
-//   count all choices -> scan over experts: where each one's rows start -> place own chunk -> fill padding, a share each
+//   count all choices -> scan over experts: where each one's rows start -> place own chunk -> pad a share of the experts
 //
 //   CHORD_LAYOUT 0 indexed    an expert's rows are padded to `align`; owner[slot / align] = expert of the block, -1 unused;
 //                             row_of_choice = the routed index itself, which is the row that the kernels write
@@ -69,17 +69,6 @@ static CHORD_DEVICE void count(Counts& counts, int* into, const Id* topk_ids, in
   }
 }
 
-// The expert whose rows hold `slot`, `experts` if none does: experts without rows are passed over.
-static CHORD_DEVICE int owner_of(const Counts& counts, int slot, int experts) {
-  int low = 0, high = experts;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (counts.end[middle] > slot) high = middle;
-    else low = middle + 1;
-  }
-  return low;
-}
-
 // topk_ids [choices]; expert_map [ids] or null; topk_weights [choices]. Writes routed [capacity] (routed index of
 // each row, `padding` in padding), owner, used [1] (rows, padding included; not if masked), row_of_choice [choices]
 // (-1: routed nowhere) and, unless it is null, row_weight [capacity].
@@ -116,10 +105,15 @@ extern "C" __global__ void __launch_bounds__(kChunk)
   if (thread < experts) {
     rows = counts.all[thread] += counts.before[thread];
     int total = 0;
-    for (int w = 0; w < busy_warps; w++) {
-      const int here = counts.in_warp[w][thread];
-      counts.in_warp[w][thread] = total;
-      total += here;
+    for (int first = 0; first < busy_warps; first += kBatch) {
+      int here[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) here[i] = counts.in_warp[first + i][thread];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        counts.in_warp[first + i][thread] = total;
+        total += here[i];
+      }
     }
   }
   const int room = kLayout == kMasked ? (thread < experts ? align : 0) : round_up(rows, align);
@@ -138,18 +132,21 @@ extern "C" __global__ void __launch_bounds__(kChunk)
         row = counts.start[expert] + place;
         routed[row] = mine;
         if (row_weight) row_weight[row] = topk_weights[mine];
+        if (kLayout == kContiguous) owner[row] = expert;
+        if (kLayout == kIndexed && place % align == 0) owner[row / align] = expert;
       }
     }
     row_of_choice[mine] = kLayout == kIndexed && row >= 0 ? mine : row;
   }
-  for (int slot = mine; slot < capacity; slot += gridDim.x * kChunk) {
-    const int e = owner_of(counts, slot, experts);
-    const bool valid = e < experts && slot - counts.start[e] < counts.all[e];
-    if (!valid) routed[slot] = padding;
-    if (!valid && row_weight) row_weight[slot] = 0;
-    if (kLayout == kContiguous) owner[slot] = valid ? e : -1;
-    if (kLayout == kIndexed && slot % align == 0) owner[slot / align] = e < experts ? e : -1;
-  }
+  auto pad = [&](int slot) {
+    routed[slot] = padding;
+    if (row_weight) row_weight[slot] = 0;
+    if (kLayout == kContiguous) owner[slot] = -1;
+    if (kLayout == kIndexed && slot % align == 0) owner[slot / align] = -1;
+  };
+  for (int e = mine / kWarp; e < experts; e += gridDim.x * kWarps)  // a warp pads an expert's rows
+    for (int slot = counts.start[e] + counts.all[e] + lane_id(); slot < counts.end[e]; slot += kWarp) pad(slot);
+  for (int slot = counts.end[experts - 1] + mine; slot < capacity; slot += gridDim.x * kChunk) pad(slot);
   if (mine < experts && kLayout == kMasked) owner[mine] = smaller(counts.all[mine], align);
   if (mine == 0 && kLayout != kMasked) *used = counts.end[experts - 1];
 }

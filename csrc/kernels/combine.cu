@@ -22,22 +22,30 @@ static CHORD_DEVICE u32 round_bf16(float low, float high) {
 }
 
 // results [rows, columns], rows [tokens, top_k] (-1: nowhere), out [tokens, columns]; a block is a token's columns.
+// `overlap`: rows are older than the kernel before, and are read while that ends.
 extern "C" __global__ void __launch_bounds__(kThreads)
     chord_combine(const u16* __restrict__ results, const int* __restrict__ rows, u16* __restrict__ out, int top_k,
-                  int columns) {
+                  int columns, int overlap) {
   const int column = (blockIdx.y * kThreads + threadIdx.x) * kColumns;
-  wait_for_previous_kernel();
+  if (!overlap) wait_for_previous_kernel();
+  const int* const my_rows = rows + i64(blockIdx.x) * top_k;
+  int row[kBatch];
+  auto find = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) row[i] = first + i < top_k ? my_rows[first + i] : -1;
+  };
+  find(0);
+  if (overlap) wait_for_previous_kernel();
   allow_next_kernel();
   if (column >= columns) return;
-  const int* const my_rows = rows + i64(blockIdx.x) * top_k;
   float sum[kColumns] = {};
   for (int first = 0; first < top_k; first += kBatch) {
+    if (first) find(first);
     uint4 batch[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
-      const int row = first + i < top_k ? my_rows[first + i] : -1;
       batch[i] = make_uint4(0, 0, 0, 0);  // adding +0 changes no sum: one that starts at +0 is never -0
-      if (row >= 0) batch[i] = *reinterpret_cast<const uint4*>(results + i64(row) * columns + column);
+      if (row[i] >= 0) batch[i] = *reinterpret_cast<const uint4*>(results + i64(row[i]) * columns + column);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {

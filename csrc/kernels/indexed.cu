@@ -8,6 +8,8 @@
 // Row id / top_k of x is multiplied for routed index id, and row id of out is written: top_k fans tokens out in gate_up
 // and is 1 in down, whose rows are routed already.
 //
+// `overlap`: weights and routing are older than the kernel before, so copies of weights need not wait for its end.
+//
 //   4 producer warps | scheduler -> bulk copies of weights, cp.async of rows (gather.cuh) --> full[stage]
 //   kWarpgroups      | as in masked.cu
 //   consumers        |
@@ -23,14 +25,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOccupancy)
     chord_indexed(const u16* __restrict__ x, const u8* __restrict__ w, const int* __restrict__ sorted_ids,
                   const int* __restrict__ expert_ids, const int* __restrict__ num_tokens_padded,
                   const float* __restrict__ topk_weights, u16* __restrict__ out, int experts, int num_ids, int top_k,
-                  int block_size, int n, int k) {
+                  int block_size, int n, int k, int overlap) {
   extern __shared__ u8 raw[];
   Shared& shared = aligned_shared(raw);
   init_ring(shared, kResident ? 1 : 1 + kWarpgroup);
-  wait_for_previous_kernel();
-  allow_next_kernel();
+  if (!overlap || !streams_weights()) {
+    wait_for_previous_kernel();
+    allow_next_kernel();
+  }
 
-    const RoutedRows rows = {sorted_ids, num_ids, top_k};
+  const RoutedRows rows = {sorted_ids, num_ids, top_k};
   if (own_warpgroup() == kWarpgroups) {
     give_registers();
     const int blocks = *num_tokens_padded / block_size;

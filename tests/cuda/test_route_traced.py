@@ -61,7 +61,12 @@ def test_launches(mode: Mode | None, wanted: list[str], held: int, total: int) -
 def test_rows_expected_count_all_ranks_experts() -> None:
     for held, total in ((16, 16), (4, 16)):
         calls = [args for name, args in trace(Mode.INDEXED, held, total) if "indexed" in name]
-        assert {args[-1] for args in calls} == {TOKENS * TOP_K / total}
+        assert {args[12] for args in calls} == {TOKENS * TOP_K / total}
+
+
+def test_down_and_combine_overlap_with_the_kernel_before() -> None:
+    calls = [args for name, args in trace(Mode.INDEXED, 16, 16) if "indexed" in name or "combine" in name]
+    assert [args[-1] is True for args in calls] == [False, True, True]
 
 
 def test_more_experts_than_the_kernel_counts_are_sorted_by_torch() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA bindings are an extra")
 
 from chord_runtime.commands import warmup as command_module
-from chord_runtime.cuda import compile, warmup
+from chord_runtime.cuda import compile, select, warmup
 from chord_runtime.errors import ChordError, KernelError, OutputError
+from chord_runtime.format.layout import Mode
 from tests.cuda.sources import SLOW, write_sources
 
 GOOD = [("scale", {"TIMES": times}, arch) for times in (2, 3) for arch in ("sm_90a", "sm_100a")]
@@ -111,3 +115,21 @@ def test_architectures_of_mixed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: [(9, 0), (10, 0), (9, 0)][index])
     assert warmup.detected_archs() == ["sm_90a", "sm_100a"]
+
+
+def test_a_layer_is_compiled_behind_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: dict[str, set[tuple[tuple[str, int], ...]]] = {}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        warmup, "_one", lambda item, root, keep: compiled.setdefault(item[0], set()).add(tuple(sorted(item[1].items())))
+    )
+    warmup.start_layer(7168, 2048, 48, Mode.INDEXED, 0)
+    for thread in threading.enumerate():
+        if thread.name == "chord-compile":
+            assert thread.daemon
+            thread.join()
+    for n, k, rows, output in ((4096, 7168, 0.2, select.SWIGLU), (4096, 7168, 300, select.SWIGLU), (7168, 2048, 8, 0)):
+        tile = select.choose("indexed", n, k, 48, rows, "sm_90a")
+        assert tuple(sorted(tile.defines(output).items())) in compiled["indexed"]
+    assert sorted(map(repr, compiled)) == ["'align'", "'combine'", "'gather'", "'indexed'"], "plain strings"

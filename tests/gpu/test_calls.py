@@ -11,8 +11,9 @@ from torch import Tensor
 import chord_runtime as chord
 from chord_runtime import routing
 from chord_runtime.errors import UsageError
+from chord_runtime.layer import PackedLayer
 from chord_runtime.ops.weight import PackedWeight
-from tests.gpu.calls import batch
+from tests.gpu.calls import Batch, batch
 from tests.gpu.conftest import Weights
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +40,33 @@ def test_a_graph_is_replayed_with_other_routing(weights: Weights) -> None:
         ids.copy_(b.ids)
         graph.replay()
         assert torch.equal(out, decode(w, b.x, b.ids))
+
+
+def test_layers_that_overlap_in_a_graph(weights: Weights) -> None:
+    """Three layers after each other, whose down copies weights while gate_up ends: the bits of kernels that wait."""
+    w13, _ = weights(EXPERTS, 512, 256, True)
+    w2, _ = weights(EXPERTS, 256, 256, False)
+    layer = PackedLayer(w13, w2, tuple(range(EXPERTS)), EXPERTS)
+
+    def three(b: Batch, mode: str) -> Tensor:
+        x = b.x
+        for _ in range(3):
+            x = chord.moe_layer(x, layer, b.ids, b.weights, mode=mode)
+        return x
+
+    for tokens in (1, 24, 150):
+        kept = batch(tokens, EXPERTS, 256)
+        three(kept, "indexed")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = three(kept, "indexed")
+        for seed in range(10):
+            b = batch(tokens, EXPERTS, 256, draw=("even", "hot", "none")[seed % 3], seed=seed)
+            kept.x.copy_(b.x)
+            kept.ids.copy_(b.ids)
+            kept.weights.copy_(b.weights)
+            graph.replay()
+            assert torch.equal(out, three(b, "contiguous")), (tokens, seed)
 
 
 def test_the_first_call_of_a_shape_may_be_inside_a_capture(weights: Weights) -> None:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 
 from chord_runtime.errors import ChordError, FormatError, ModeError, ScaleError, UsageError
 from chord_runtime.format.block import GROUP_SIZE, packed_bytes
@@ -25,6 +26,7 @@ from chord_runtime.integrations.vllm.experts import BatchedExperts, StandardExpe
 from chord_runtime.integrations.vllm.limits import refusal
 from chord_runtime.layer import PackedLayer
 from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.routing import convention
 
 _NAMES = {Projection.W13: "w13_weight_packed", Projection.W2: "w2_weight_packed"}
 """Parameters of a layer, as vLLM's loader spells ``gate_proj.weight_packed`` and ``down_proj.weight_packed``."""
@@ -49,6 +51,16 @@ class ExpertsMethod(FusedMoEMethodBase):
         """(N, K) of this rank's packed weights."""
         local, hidden = self.moe.intermediate_size_per_partition, self.moe.hidden_dim
         return {Projection.W13: (2 * local, hidden), Projection.W2: (hidden, local)}
+
+    def start_compiling(self, num_experts: int) -> None:
+        """Have this rank's kernels compiled while vLLM loads and compiles, where it has a GPU."""
+        if current_platform.is_cuda():
+            from chord_runtime.cuda import warmup
+
+            batched = self.moe.moe_parallel_config.use_batched_activation_format
+            mode = Mode.MASKED if batched else convention(self.modes)
+            hidden, local = self.shapes[Projection.W2]
+            warmup.start_layer(hidden, local, num_experts, mode, torch.cuda.current_device())
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -175,6 +187,7 @@ class PackedExpertsMethod(ExpertsMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register this rank's parameters, and for other tensor-parallel ranks' names empty ones that take nothing."""
+        self.start_compiling(num_experts)
         self.local_ids = _local_ids(layer)
         tp = self.packing.layout.tp_size
         for which, name in _NAMES.items():
@@ -246,6 +259,7 @@ class LoadTimeExpertsMethod(ExpertsMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register the tensors of compressed-tensors' pack-quantized format; vLLM's loader slices and places them."""
+        self.start_compiling(num_experts)
         extra_weight_attrs |= {"is_transposed": False, "quant_method": "group"}
         for which, name in _NAMES.items():
             n, k = self.shapes[which]

@@ -13,6 +13,9 @@ flock 9
 if [ ! -e "$site/ready" ]; then
   tar -C "$site" -xJf "$folder"/*.tar.xz
   for wheel in "$folder"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+  # vLLM 0.33 gives up its own NCCL calls, which data parallelism needs, if a library lacks these two: they are for
+  # sleep mode, and the library of PyTorch 2.11 is older.
+  sed -i '/Function("ncclComm\(Suspend\|Resume\)"/d' "$site/vllm/distributed/device_communicators/pynccl_wrapper.py"
   python3 -m compileall -q -j 0 "$site" >/dev/null || true  # once, not in every process that starts
   # What installing this checkout would do: the plugin's entry point here, the packer below.
   version=$(python3 -c 'from chord_runtime import __version__; print(__version__)')

@@ -28,7 +28,7 @@ from tests.vllm.h200.engine import Engine, Prompts
 PREFILL = ((1, 1024), (1, 2048), (1, 4096), (2, 4096), (4, 4096), (16, 2048))
 """(prompts, tokens of each)."""
 DECODE = (1, 8, 32, 64, 128)
-REPEATS = 5
+REPEATS = 7
 SHORT, LONG = 8, 72
 """Tokens generated; a decode step is the difference divided by their distance."""
 START_LIMIT_S = 400
