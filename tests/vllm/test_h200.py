@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,3 +120,11 @@ def test_what_is_required_of_speed() -> None:
     ]  # fmt: skip
     assert speed.problems({"default": {"error": "…"}, "chord": {}, "points": {}}) == ["default did not start"]
     assert (speed.tokens("prefill 4x4096"), speed.tokens("decode batch 32")) == (16384, 32)
+
+
+def test_the_first_of_a_turn_is_the_last_of_the_next() -> None:
+    engines = [SimpleNamespace(name=name) for name in ("default", "chord")]
+    order: list[str] = []
+    turns = speed.in_turns(engines, lambda one: order.append(one.name) or len(order))
+    assert order[:4] == ["default", "chord", "chord", "default"]
+    assert {name: len(taken) for name, taken in turns.items()} == {"default": speed.REPEATS, "chord": speed.REPEATS}
