@@ -11,6 +11,7 @@ from chord_runtime import routing
 from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import Mode, RowOrder
 from chord_runtime.ops import api
+from chord_runtime.ops.route import MAX_EXPERTS
 from chord_runtime.ops.weight import PackedWeight
 
 
@@ -95,7 +96,7 @@ def moe_layer(
         results, rows = _contiguous(*arguments)
     else:
         results, rows = _masked(*arguments, max_m)
-    return routing.combine(results, rows, out, overlap=True)
+    return routing.combine(results, rows, out, overlap=_overlaps(layer))
 
 
 def _check(
@@ -148,10 +149,15 @@ def _indexed(
 ) -> tuple[Tensor, Tensor]:
     route = routing.indexed(topk_ids, layer.w13.num_experts, block_size, layer.expert_map)
     buffers = route.sorted_ids, route.expert_ids, route.num_tokens_padded
-    top_k, expected_m = topk_ids.shape[1], route.expected_m
-    hidden = api.indexed(x, layer.w13, *buffers, top_k, block_size, expected_m=expected_m, activation="swiglu")
+    top_k, total = topk_ids.shape[1], route.num_experts
+    hidden = api.indexed(x, layer.w13, *buffers, top_k, block_size, num_experts=total, activation="swiglu")
     weights = topk_weights.contiguous()
     down = api.indexed(
-        hidden, layer.w2, *buffers, 1, block_size, expected_m=expected_m, topk_weights=weights, overlap=True
+        hidden, layer.w2, *buffers, 1, block_size, num_experts=total, topk_weights=weights, overlap=_overlaps(layer)
     )
     return down, route.rows
+
+
+def _overlaps(layer: PackedLayer) -> bool:
+    """Whether routing comes from one kernel: what torch's operators make of it, Inductor may move behind gate_up."""
+    return layer.num_experts <= MAX_EXPERTS

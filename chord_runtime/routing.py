@@ -11,7 +11,6 @@ are routed nowhere. Rows of one expert keep the order of their routed indices, i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -69,8 +68,8 @@ class IndexedRouting:
     num_tokens_padded: Tensor
     """int32 [1], used part of ``sorted_ids``."""
     block_size: int
-    expected_m: float
-    """Rows an expert has on average, as far as the host knows; may be below 1."""
+    num_experts: int
+    """Of all ranks."""
     rows: Tensor
     """int32 [T, top_k], row of the output of each choice: its routed index, −1 if it is routed nowhere."""
 
@@ -135,7 +134,7 @@ def masked(
     max_m = topk_ids.shape[0] if max_m is None else max_m
     if max_m < min(1, topk_ids.numel()):
         raise UsageError(f"max_m, the rows of each expert, must be at least 1; found {max_m}")
-    expected_m = max(1, math.ceil(_expected_m(topk_ids, num_experts, expert_map)))
+    expected_m = max(1, -(-topk_ids.numel() // _all_experts(num_experts, expert_map)))
     if _kernel_takes(topk_ids, num_experts, expert_map):
         refuse_grad(topk_ids, topk_weights)
         routed, masked_m, _, rows, weights = _OPS.align(
@@ -168,12 +167,12 @@ def indexed(
     """Blocks of ``block_size`` routed indices of one expert. Other arguments are those of :func:`contiguous`."""
     check(topk_ids, expert_map, None)
     check_block_size(block_size)
-    expected_m = _expected_m(topk_ids, num_experts, expert_map)
+    total = _all_experts(num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         sorted_ids, expert_ids, used, rows, _ = _OPS.align(
             topk_ids, expert_map, None, Layout.INDEXED, num_experts, block_size
         )
-        return IndexedRouting(sorted_ids, expert_ids, used, block_size, expected_m, rows)
+        return IndexedRouting(sorted_ids, expert_ids, used, block_size, total, rows)
     local = _local(topk_ids, num_experts, expert_map)
     size = capacity(local.numel(), num_experts, block_size)
     counts = _counts(local, num_experts)
@@ -187,7 +186,7 @@ def indexed(
         expert_ids=_scatter(size // block_size, -1, blocks, local.to(torch.int32)),
         num_tokens_padded=ends[-1:].to(torch.int32),
         block_size=block_size,
-        expected_m=expected_m,
+        num_experts=total,
         rows=torch.where(local >= 0, index, -1).view(topk_ids.shape),
     )
 
@@ -216,8 +215,8 @@ def gather(x: Tensor, routed: Tensor, topk_ids: Tensor) -> Tensor:
 def combine(results: Tensor, rows: Tensor, out: Tensor, *, overlap: bool = False) -> Tensor:
     """``out[t]`` = Σ over j of ``results[rows[t, j]]``, −1 for none: in FP32, in the order of j, rounded once.
 
-    ``overlap`` promises that the kernel launched last on this stream did not write ``rows``: it may still be running
-    while they are read.
+    ``overlap`` promises that the kernel launched last on this stream did not write ``rows``, and waited for the one
+    before it, as Chord's do: it may still be running while they are read.
     """
     if results.dim() != 2 or rows.dim() != 2:
         raise UsageError(f"results are [M, hidden], rows [T, top_k]; found {list(results.shape)}, {list(rows.shape)}")
@@ -237,9 +236,9 @@ def combine(results: Tensor, rows: Tensor, out: Tensor, *, overlap: bool = False
     return out.copy_(total)
 
 
-def _expected_m(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> float:
-    """Choices divided by the experts, of all ranks, that they are spread over."""
-    return topk_ids.numel() / max(1, num_experts if expert_map is None else expert_map.numel())
+def _all_experts(num_experts: int, expert_map: Tensor | None) -> int:
+    """Experts of all ranks, over which choices are spread."""
+    return max(1, num_experts if expert_map is None else expert_map.numel())
 
 
 def check(topk_ids: Tensor, expert_map: Tensor | None, topk_weights: Tensor | None) -> None:

@@ -134,7 +134,7 @@ def indexed(
     n: int,
     gate_up: bool,
     swiglu: bool,
-    expected_m: float = 0.0,
+    num_experts: int = 0,
     overlap: bool = False,
     *,
     tile: TileConfig | None = None,
@@ -151,7 +151,7 @@ def indexed(
             f"call it with at most {_MOST_ELEMENTS // k} rows at a time"
         )
     start, weights, target = x.data_ptr(), w.data_ptr(), out.data_ptr()
-    mean = expected_m or rows / experts
+    mean = rows / (num_experts or experts)
     if mean > select.SPARSE:
         mean = math.ceil(mean)  # one plan for all that select one tile
     kernel = _kernel("indexed", x, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
@@ -221,7 +221,7 @@ def _resolve(key: tuple[Any, ...], shape: tuple[int, ...]) -> Kernel:
     if tile is None:
         tile = select.choose(mode, n, k, experts, rows, arch, sms)
     else:
-        select.check(tile, k)
+        select.check(mode, tile, k)
     name, defines = select.instantiation(mode, tile, output, arch)
     with _lock:
         kernel_key = (device, name, tuple(sorted(defines.items())))

@@ -128,7 +128,7 @@ def indexed(
     top_k: int,
     block_size: int | None = None,
     *,
-    expected_m: float | None = None,
+    num_experts: int | None = None,
     topk_weights: Tensor | None = None,
     activation: Activation | None = None,
     overlap: bool = False,
@@ -145,11 +145,12 @@ def indexed(
         num_tokens_padded: int32 [1], how much of ``sorted_ids`` is used.
         block_size: entries of ``sorted_ids`` in a block. May be left out when the two buffers' sizes tell: their ratio
             is a power of two.
-        expected_m: rows an expert has on average; below 1, few experts have any, and smaller tiles are chosen. By
-            default all T·top_k rows are taken to be of this rank, which under expert parallelism they are not.
+        num_experts: experts of all ranks, over which the T·top_k rows are spread; by default the weight's alone. Rows
+            an expert has on average only steer the choice of kernel.
         topk_weights: float32 [T, top_k] or [T·top_k], multiplied into row id before rounding.
-        overlap: promises that the kernel launched last on this stream wrote neither ``w`` nor a routing buffer:
-            weights are then copied while it ends. So it is for down, whose routing gate_up has used already.
+        overlap: promises that the kernel launched last on this stream wrote neither ``w`` nor a routing buffer, and
+            waited for the one before it, as Chord's do: weights are then copied while it ends. So it is for down,
+            whose routing gate_up has used already.
         w, activation, out, validate: see the module.
 
     Returns:
@@ -157,6 +158,8 @@ def indexed(
     """
     check_weight(Mode.INDEXED, w)
     check_tensor("x", x)
+    if num_experts is not None and num_experts < w.num_experts:
+        raise UsageError(f"num_experts, of all ranks, is at least the weight's {w.num_experts}; found {num_experts}")
     if x.dim() != 2 or top_k < 1:
         raise UsageError(f"x must be [T, K] and top_k at least 1; found {_sizes(x)} and {top_k}")
     rows = x.shape[0] * top_k
@@ -173,7 +176,7 @@ def indexed(
     if rows:
         library.indexed(
             x, w.data, sorted_ids, expert_ids, num_tokens_padded, top_k, block_size, topk_weights, out,
-            w.n, w.interleaved, swiglu, expected_m or 0.0, overlap,
+            w.n, w.interleaved, swiglu, num_experts or 0, overlap,
         )  # fmt: skip
     return out
 

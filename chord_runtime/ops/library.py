@@ -24,10 +24,10 @@ from chord_runtime.ops import reference
 _SCHEMAS = {
     "contiguous": "(Tensor a, Tensor w, Tensor m_indices, Tensor? row_weight, Tensor(a!) out, "
     "int n, bool gate_up, bool swiglu) -> ()",
-    "masked": "(Tensor a, Tensor w, Tensor masked_m, int expected_m, Tensor? row_weight, Tensor(a!) out, "
+    "masked": "(Tensor a, Tensor w, Tensor masked_m, SymInt expected_m, Tensor? row_weight, Tensor(a!) out, "
     "int n, bool gate_up, bool swiglu) -> ()",
     "indexed": "(Tensor x, Tensor w, Tensor sorted_ids, Tensor expert_ids, Tensor num_tokens_padded, int top_k, "
-    "int block_size, Tensor? topk_weights, Tensor(a!) out, int n, bool gate_up, bool swiglu, float expected_m=0.0, "
+    "int block_size, Tensor? topk_weights, Tensor(a!) out, int n, bool gate_up, bool swiglu, int num_experts=0, "
     "bool overlap=False) -> ()",
 }
 

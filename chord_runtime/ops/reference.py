@@ -60,7 +60,7 @@ def indexed(
     n: int,
     gate_up: bool,
     swiglu: bool,
-    expected_m: float = 0.0,
+    num_experts: int = 0,
     overlap: bool = False,
 ) -> None:
     """Row id // top_k of ``x`` [T, K] times the expert of the block that id stands in, to row id of ``out``."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,6 +160,22 @@ def test_a_whole_layer_compiles(mode: chord.Mode) -> None:
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, ids, weights), run(x, ids, weights))
+
+
+@pytest.mark.parametrize("mode", list(chord.Mode))
+def test_a_layer_is_compiled_once_for_all_batches(mode: chord.Mode) -> None:
+    torch._dynamo.reset()
+    packed, _, _ = layer((0, 1, 2, 3), 4)
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return moe_layer(x, packed, ids, weights, mode=mode)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, backend=counter, dynamic=True)
+    for tokens in range(3, 12):
+        arguments = activations(tokens, 128), ROUTINGS["uniform"](tokens, 2, 4), torch.rand(tokens, 2)
+        assert torch.equal(compiled(*arguments), run(*arguments))
+    assert counter.frame_count <= 2, "a rule that depends on the batch may be one guard"
 
 
 @pytest.mark.parametrize("name", CALLS)

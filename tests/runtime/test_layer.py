@@ -11,6 +11,7 @@ from torch import Tensor
 import chord_runtime as chord
 from chord_runtime.errors import ModeError, UsageError
 from chord_runtime.layer import PackedLayer, moe_layer
+from chord_runtime.ops.route import MAX_EXPERTS
 from chord_runtime.ops.weight import PackedWeight
 from tests.generators import ROUTINGS, activations, experts, layer
 
@@ -187,3 +188,18 @@ def test_on_a_gpu_the_modes_agree_and_match_the_cpu(draw: str) -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
     expected = moe_layer(x, packed, ids, weights).float()
     assert float((found[0].float() - expected).norm()) <= 2**-8 * float(expected.norm())
+
+
+@pytest.mark.parametrize(("total", "overlaps"), [(TOTAL, True), (MAX_EXPERTS + 8, False)])
+def test_what_torch_sorts_does_not_overlap(total: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor may put a copy of the routing right before down, which then must wait for it."""
+    promised, indexed = [], chord.indexed
+
+    def watched(*args: Any, overlap: bool = False, **named: Any) -> Tensor:
+        promised.append(overlap)
+        return indexed(*args, overlap=overlap, **named)
+
+    monkeypatch.setattr("chord_runtime.layer.api.indexed", watched)
+    packed, _, _ = layer((0, 1, 2, 3), total, HIDDEN)
+    moe_layer(activations(5, HIDDEN), packed, ROUTINGS["uniform"](5, TOP_K, 4), torch.rand(5, TOP_K), mode="indexed")
+    assert promised == [False, overlaps]
