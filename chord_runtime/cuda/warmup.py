@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from chord_runtime.cuda.compile import SHARED_LIMIT, Cubin, arch_of, compile_kernel
-from chord_runtime.errors import KernelError
+from chord_runtime.errors import ChordError, KernelError
 from chord_runtime.format.layout import Mode
 
 Instantiation = tuple[str, Mapping[str, int], str]
@@ -84,22 +87,35 @@ def start_layer(hidden: int, intermediate: int, experts: int, mode: Mode, device
 
     from chord_runtime.cuda import route, select
 
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    found = [
-        *select.configs(mode.value, 2 * intermediate, hidden, experts, select.SWIGLU, arch, sms),
-        *select.configs(mode.value, hidden, intermediate, experts, select.PLAIN, arch, sms),
-        *route.CONFIGS,
-    ]
-    waiting = iter(found)
+    try:
+        arch = arch_of(torch.cuda.get_device_capability(device))
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        waiting = deque(
+            (
+                *select.configs(mode.value, 2 * intermediate, hidden, experts, select.SWIGLU, arch, sms),
+                *select.configs(mode.value, hidden, intermediate, experts, select.PLAIN, arch, sms),
+                *route.CONFIGS,
+            )
+        )
+    except ChordError:
+        return
 
     def compile_some() -> None:
-        for name, defines in waiting:
-            _one((name, defines, arch), None, False)
+        with suppress(IndexError, ChordError):  # of those that wait there are no more; or none can be kept
+            while True:
+                _one((*waiting.popleft(), arch), None, True)
 
-    for _ in range(_BEHIND):
-        # Daemons: nobody waits for them at exit.
-        threading.Thread(target=compile_some, name="chord-compile", daemon=True).start()
+    # Daemons, for the interpreter waits for others before it calls ``end``; and NVRTC may not be left at work.
+    threads = [threading.Thread(target=compile_some, name="chord-compile", daemon=True) for _ in range(_BEHIND)]
+
+    def end() -> None:
+        waiting.clear()
+        for thread in threads:
+            thread.join()
+
+    atexit.register(end)
+    for thread in threads:
+        thread.start()
 
 
 _BEHIND = 4

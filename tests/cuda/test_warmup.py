@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +128,7 @@ def test_a_layer_is_compiled_behind_its_server(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         warmup, "_one", lambda item, root, keep: compiled.setdefault(item[0], set()).add(tuple(sorted(item[1].items())))
     )
+    warmup.start_layer.cache_clear()
     warmup.start_layer(7168, 2048, 48, Mode.INDEXED, 0)
     for thread in threading.enumerate():
         if thread.name == "chord-compile":
@@ -133,3 +138,37 @@ def test_a_layer_is_compiled_behind_its_server(monkeypatch: pytest.MonkeyPatch) 
         tile = select.choose("indexed", n, k, 48, rows, "sm_90a")
         assert tuple(sorted(tile.defines(output).items())) in compiled["indexed"]
     assert sorted(map(repr, compiled)) == ["'align'", "'combine'", "'gather'", "'indexed'"], "plain strings"
+
+
+def test_a_process_may_end_while_a_layer_is_compiled(tmp_path: Path) -> None:
+    """NVRTC takes a thread that is left inside it at the end for a reason to abort."""
+    program = """
+import time
+from types import SimpleNamespace
+import torch
+from chord_runtime.cuda import warmup
+from chord_runtime.format.layout import Mode
+torch.cuda.get_device_capability = lambda device: (9, 0)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+warmup.start_layer(7168, 2048, 48, Mode.INDEXED, 0)
+time.sleep(1.5)
+raise SystemExit(7)
+"""
+    environment = {**os.environ, "CHORD_CACHE_DIR": str(tmp_path)}
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (7, "")
+        shutil.rmtree(tmp_path)
+
+
+def test_what_cannot_be_compiled_ahead_is_left_to_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    warmup.start_layer.cache_clear()
+    warmup.start_layer(7168, 2048, 48, Mode.INDEXED, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setenv("CHORD_TILE", "warmgroups=4")
+    warmup.start_layer(7168, 2048, 24, Mode.INDEXED, 0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "chord-compile"]
