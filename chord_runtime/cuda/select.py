@@ -126,7 +126,7 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
     if arch != _HOPPER:
         return chosen
     tile = _fit(_overridden(chosen), k)
-    check(tile, k)
+    check(mode, tile, k)
     return tile
 
 
@@ -148,9 +148,9 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
 def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:
     active = experts * -math.expm1(-rows)  # experts that have rows, if routing is random
     if k > _LONG_K or active * -(-n // 512) <= sms / 2:
-        why = "few experts have rows: tiles of 128 rows of the weight spread them over the multiprocessors"
+        why = "maybe few experts have rows: tiles of 128 rows of the weight spread them over the multiprocessors"
         return TileConfig(16, 8, 2, 1, 4, 0, 0, 56, why=why)
-    return TileConfig(16, 8, 4, 2, 2, 0, 0, 64, why="few experts have rows, but K is short: tiles of 512 rows")
+    return TileConfig(16, 8, 4, 2, 2, 0, 0, 64, why="maybe few experts have rows, but K is short: tiles of 512 rows")
 
 
 def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
@@ -241,10 +241,9 @@ def _shared_limit(tile: TileConfig) -> int:
     return (SHARED_LIMIT + 1024) // max(tile.occupancy, 1) - 1024
 
 
-def check(tile: TileConfig, k: int) -> None:
+def check(mode: str, tile: TileConfig, k: int) -> None:
     """Raise UsageError for a tile, chosen by hand, that a Hopper kernel cannot be made of or would hang with."""
     t, blocks = tile, k // BLOCK_K
-    least = 3  # consumers hold a stage while they wait for the next but one
     rules = {
         "tokens and narrow are multiples of 8, narrow <= tokens <= 128": t.tokens % 8 == t.narrow % 8 == 0
         and 0 < t.narrow <= t.tokens <= 128,
@@ -254,8 +253,11 @@ def check(tile: TileConfig, k: int) -> None:
         f"stage_k divides the {blocks} k64 blocks of K, and blocks * stage_k is even": t.stage_k > 0
         and blocks % t.stage_k == 0
         and t.blocks * t.stage_k % 2 == 0,
-        f"stages is at least {least}": t.stages >= least,
-        "box is 0 where rows are gathered, else a divisor of tokens": t.box == 0 or t.tokens % t.box == 0,
+        # Consumers hold a stage while they wait for the next but one.
+        "stages is at least 3": t.stages >= 3,
+        "box is 0 where rows are gathered (indexed), else a divisor of tokens": (
+            t.box == 0 if mode == "indexed" else t.box > 0 and t.tokens % t.box == 0
+        ),
         f"resident is 0, with group 1 and no slots, or {blocks} with 1 or 2 slots": (t.resident, t.slots, t.group)
         == (0, 0, 1)
         or (t.resident == blocks and t.slots in (1, 2) and t.group > 0),
@@ -302,7 +304,7 @@ SHAPES = (
 )
 ROWS = (1, 4, 8, 16, 24, 32, 43, 64, 86, 128, 171, 256, 341, 512)
 """Rows per expert that ``explain`` walks through."""
-_ALL_ROWS = (*(i / 48 for i in range(1, 48)), *range(1, 601))
+_ALL_ROWS = (*(i / 48 for i in range(1, 96)), *range(1, 601))
 """Rows per expert that ``all_configs`` walks through: beyond, tiles repeat."""
 
 

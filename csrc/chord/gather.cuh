@@ -1,7 +1,7 @@
 // The producer's side of the ring when rows are gathered: weights by bulk copies, rows by cp.async.
 //
 // Bulk copies cannot gather: a tensor map brings one row for about 55 clocks of issue (measured), 100 times too slow. So
-// four warps copy 16 bytes a lane, eight lanes a row of 128 B, straight into the swizzled layout. No thread waits for its
+// warps copy 16 bytes a lane, eight lanes a row of 128 B, straight into the swizzled layout. No thread waits for its
 // copies: each leaves an arrival on the stage's full barrier that happens when they have landed, and goes on to the next
 // stage. cp.async belongs to the generic proxy, so consumers fence between that barrier and wgmma (consumer.cuh).
 #pragma once
@@ -33,7 +33,8 @@ struct TileIds {
 
 CHORD_DEVICE u32 swizzled(int row, int chunk) { return row * kBlockK * 2 + ((chunk ^ (row & 7)) << 4); }
 
-// Few rows: one warp streams weights, which need not wait for rows, and two gather. Else all four take weights in turn.
+// Few rows: one warp streams weights, which need not wait for rows, two gather, and one is idle; or three gather rows that
+// stay. Else all four gather and take weights in turn.
 constexpr bool kStreams = kGathered && (kResident || kTokens <= 32);
 
 CHORD_DEVICE bool streams_weights() { return kStreams && threadIdx.x / kWarp == kConsumers / kWarp; }

@@ -12,7 +12,7 @@ from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import SHARED_LIMIT
 from chord_runtime.errors import UsageError
 
-ROWS = (*(tokens * 8 / 384 for tokens in range(1, 48)), *range(1, 600), 683, 1024, 1366, 2731, 4096)
+ROWS = (*(tokens * 8 / 384 for tokens in range(1, 97)), 1.3, 1.99, *range(1, 600), 683, 1024, 1366, 2731, 4096)
 
 
 def key(instantiation: tuple[str, Mapping[str, int]]) -> tuple[str, tuple[tuple[str, int], ...]]:
