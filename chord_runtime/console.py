@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ class Console(click.Command):
             return _describe(error), FAILED
         return None
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """See click, which would end with 1 if nobody reads stdout any more."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            sys.exit(self.unwritable)
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -60,16 +68,20 @@ class Console(click.Command):
                 message, code = told
                 if "--json" in arguments:
                     click.echo(json.dumps({"error": message, "exit_code": code}))
-                elif isinstance(error, click.ClickException):
-                    error.show()
                 else:
-                    click.echo(f"error: {message}", err=True)
+                    with suppress(OSError):  # a full stderr changes no exit code
+                        error.show() if isinstance(error, click.ClickException) else _tell(message)
         except OSError as error:
             # What is left in the buffer cannot be written either, and Python would say so at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            click.echo(f"error: stdout cannot be written: {error.strerror or error}", err=True)
             code = self.unwritable
+            with suppress(OSError):
+                _tell(f"stdout cannot be written: {error.strerror or error}")
         sys.exit(code)
+
+
+def _tell(message: str) -> None:
+    click.echo(f"error: {message}", err=True)
 
 
 def _is_of_echo(error: OSError) -> bool:

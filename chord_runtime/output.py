@@ -13,9 +13,12 @@ from chord_runtime.errors import FileSizeError, OutputError, advice
 TEMPORARY = ".tmp"
 
 
-def write(contents: Mapping[Path, bytes]) -> None:
-    """Write all of these files or none: aside, synced, renamed. Folders are made. Raises OutputError."""
-    parts = {path: path.with_name(path.name + TEMPORARY) for path in contents}
+def write(contents: Mapping[Path, bytes], temporary: str = TEMPORARY) -> None:
+    """Write files, each whole or not at all: aside, under its name and ``temporary``, synced, renamed.
+
+    Folders are made. Nothing is renamed before all are written. Raises OutputError.
+    """
+    parts = {path: path.with_name(path.name + temporary) for path in contents}
     path = Path()
     try:
         for path, data in contents.items():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +77,20 @@ def run(
 
 
 def _connect(address: str | None, workers: int) -> None:
-    """Join the cluster at ``address``, or start one here. Ray itself would try a wrong address for ever."""
+    """Join the cluster at ``address``, or start one here. Ray itself would try for ever where nothing listens."""
     import ray
 
-    failed: list[Exception] = []
-
-    def init() -> None:
+    try:
+        host_port = re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or "")
+        if host_port:
+            socket.create_connection((host_port[1].strip("[]"), int(host_port[2])), _SECONDS_TO_CONNECT).close()
         cpus = None if address else workers
-        try:
-            ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=init, daemon=True)
-    thread.start()
-    thread.join(_SECONDS_TO_CONNECT)
-    if failed or thread.is_alive():
-        reason = failed[0] if failed else f"no answer within {_SECONDS_TO_CONNECT:.0f} s"
+        ray.init(address, num_cpus=cpus, log_to_driver=False, logging_level="error", include_dashboard=False)
+    except Exception as error:
         raise UsageError(
-            f"no Ray cluster at {address or 'this machine'} ({reason}): check --address and RAY_ADDRESS against what "
+            f"no Ray cluster at {address or 'this machine'} ({error}): check --address and RAY_ADDRESS against what "
             "`ray status` says there, start one with `ray start --head`, or use --executor threads"
-        )
+        ) from error
 
 
 def _files(task: Task) -> set[str]:

@@ -100,12 +100,12 @@ def target(path: Path) -> Path:
 
 
 def write(contents: Mapping[Path, bytes]) -> None:
-    """Write all of these files or none; none is ever seen half-written, and links stay links.
+    """Write files, each whole or not at all; links stay links.
 
     Raises:
         OutputError: one cannot be written.
     """
-    output.write({target(path): data for path, data in contents.items()})
+    output.write({target(path): data for path, data in contents.items()}, f".{os.getpid()}.tmp")
 
 
 def write_json(path: Path, data: object) -> None:

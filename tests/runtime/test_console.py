@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -87,6 +90,15 @@ def test_kernels_that_fail_are_told_after_those_that_do_not(monkeypatch: pytest.
     monkeypatch.setattr("chord_runtime.commands.warmup.warm_up", fail)
     result = CliRunner().invoke(chord, ["warmup", "--arch", "sm_90a", "--json"])
     assert json.loads(result.stdout.splitlines()[-1]) == {"error": "no NVRTC", "exit_code": 1}
+
+
+@pytest.mark.parametrize(("command", "to", "code"), [("verify nowhere", "2>/dev/full", 2), ("doctor", "| true", 2)])
+def test_nobody_reads(command: str, to: str, code: int) -> None:
+    """A full stderr changes no exit code, and a reader of stdout that has gone is no verdict."""
+    program = f"import sys; sys.argv[1:] = {command.split()!r}; from chord_runtime.cli import main; main()"
+    shell = f"set -o pipefail; {sys.executable} -c {shlex.quote(program)} {to}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 @pytest.mark.parametrize(("command", "code"), [(["verify", "."], 130), (["inspect", "."], 130)])
