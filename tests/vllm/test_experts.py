@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,3 +38,25 @@ def test_a_batch_that_is_run_in_parts_gives_the_same_bits(monkeypatch: pytest.Mo
         output = torch.full_like(x, torch.nan)
         standard.run(output, x, weights, ids, None)
         assert torch.equal(output, expected) and calls == parts
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_ranks_kernels_are_compiled_while_it_starts(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord_runtime.format.layout import Mode
+    from chord_runtime.integrations.vllm import method
+
+    started = []
+    warmup = SimpleNamespace(start_layer=lambda *arguments: started.append(arguments))
+    monkeypatch.setitem(sys.modules, "chord_runtime.cuda.warmup", warmup)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    experts = method.PackedExpertsMethod.__new__(method.PackedExpertsMethod)
+    experts.moe = SimpleNamespace(
+        hidden_dim=7168,
+        intermediate_size_per_partition=2048,
+        moe_parallel_config=SimpleNamespace(use_batched_activation_format=batched),
+    )
+    experts.start_compiling(48)
+    assert started == [], "on a CPU"
+    monkeypatch.setattr(method, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    experts.start_compiling(48)
+    assert started == [(7168, 2048, 48, Mode.MASKED if batched else Mode.INDEXED, 3)]
