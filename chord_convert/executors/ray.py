@@ -73,7 +73,7 @@ def run(
         raise Unfinished(f"Ray gave up on a task after {_RETRIES} tries: {error}") from None
     finally:
         for reference in running:
-            ray.cancel(reference, force=True)
+            ray.cancel(reference)  # by force, Ray 2.60 aborts this process if the task ends in the same moment
 
 
 def _connect(address: str | None, workers: int) -> None:
