@@ -88,6 +88,8 @@ def main() -> None:
         layers = chord.load(options.directory, options.ep_rank, options.ep_size, device=device)
     except chord.ChordError as error:
         parser.error(str(error))
+    if layers.layout.tp_size > 1:
+        parser.error(f"{options.directory} has slices of experts: convert without --tp, for experts as a whole")
     print(f"{len(layers)} layers on {device}: {layers.report}")
     shape = layers.packing.shape
     route = Router(shape.num_experts, shape.hidden, options.top_k, device)

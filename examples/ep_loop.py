@@ -177,6 +177,10 @@ def main() -> None:
         layers = chord.load(options.directory, ep_rank=rank, ep_size=ranks, device=device)
     except chord.ChordError as error:
         parser.error(str(error))
+    if layers.layout.tp_size > 1:
+        parser.error(f"{options.directory} has slices of experts: convert without --tp, for experts as a whole")
+    if missing := {chord.Mode.CONTIGUOUS, chord.Mode.MASKED} - set(layers.packing.modes):
+        parser.error(f"{options.directory} was not packed for {', '.join(missing)}: convert with --mode all")
     # The newline in the same write: ranks share the terminal.
     print(f"rank {rank} of {ranks} on {device}: experts of {len(layers)} layers, {layers.report}\n", end="", flush=True)
     shape = layers.packing.shape

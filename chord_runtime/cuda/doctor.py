@@ -54,7 +54,7 @@ def examine() -> list[Finding]:
         ("kernel cache", Need.KERNELS, _cache),
     ]
     packages = {
-        "vllm": "serve with `pip install vllm` and `vllm serve`",
+        "vllm": "serve with `pip install 'vllm>=0.30,<0.34'` and `vllm serve`",
         "transformers": "load with `pip install transformers`",
         "humming-kernels": "compare in `chord bench` with `pip install humming-kernels`",
         "matplotlib": "plot with `pip install 'chord-moe[bench]'`",

@@ -331,7 +331,7 @@ def all_configs(arch: str) -> Iterator[tuple[str, dict[str, int]]]:
 
 def explain(arch: str = _HOPPER) -> str:
     """What ``choose`` returns for Kimi's EP8 and TP8 shapes, as a table."""
-    lines = [f"{'mode':<11}{'N':>5}{'K':>6}{'experts':>8}{'rows':>5}  {'tile':<44}why"]
+    lines = [f"{'mode':<11}{'N':>5}{'K':>6}{'experts':>8}{'rows':>5}  {'tile':<47}why"]
     for mode in MODES:
         for n, k, experts, _ in (SHAPES[0], SHAPES[1], SHAPES[8], SHAPES[9]):
             before = None
@@ -340,6 +340,6 @@ def explain(arch: str = _HOPPER) -> str:
                 if tile != before:
                     shape = f"{tile.tokens}|{tile.narrow} tokens x {tile.rows} rows, "
                     shape += f"{tile.stages} stages of {tile.stage_k * BLOCK_K} k"
-                    lines.append(f"{mode:<11}{n:>5}{k:>6}{experts:>8}{rows:>5}  {shape:<44}{tile.why}")
+                    lines.append(f"{mode:<11}{n:>5}{k:>6}{experts:>8}{rows:>5}  {shape:<47}{tile.why}")
                 before = tile
     return "\n".join(lines)

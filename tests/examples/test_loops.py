@@ -105,3 +105,22 @@ def test_the_check_of_ep_loop_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path
 def _one_off(result: torch.Tensor) -> torch.Tensor:
     result[2, 7] += result.abs().max()
     return result
+
+
+@pytest.mark.parametrize(
+    ("loop", "options", "message"),
+    [
+        ("custom_loop.py", ("--tp", "1", "--mode", "masked"), None),
+        ("custom_loop.py", ("--tp", "2"), "has slices of experts: convert without --tp"),
+        ("ep_loop.py", ("--tp", "2"), "has slices of experts: convert without --tp"),
+        ("ep_loop.py", ("--mode", "masked"), "was not packed for contiguous: convert with --mode all"),
+    ],
+)
+def test_what_a_loop_cannot_run(tmp_path: Path, loop: str, options: tuple[str, ...], message: str | None) -> None:
+    source = write_checkpoint(tmp_path / "source", layers=2, experts=8, hidden=128, intermediate=128)
+    done = CliRunner().invoke(cli, [str(source), "--ep", "1", *options, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "1") if loop == "ep_loop.py" else ()
+    found = run(*launcher, str(EXAMPLES / loop), str(tmp_path / "out"), "--steps", "1", "--top-k", "2")
+    assert (found.returncode == 0) == (message is None)
+    assert message is None or message in found.stderr
