@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,9 +143,9 @@ def load(
     return PackedLayers(found, packing, layout, ep_rank, tp_rank, report)
 
 
-def _path(directory: object) -> Path:
+def _path(directory: Any) -> Path:
     try:
-        return Path(directory)  # type: ignore[arg-type]
+        return Path(directory)
     except TypeError:
         raise UsageError(f"directory must be a path; found {directory!r}: pass what chord-convert has made") from None
 

@@ -76,9 +76,9 @@ class LayerCase:
         return self.tokens * min(TOP_K, self.scenario.total)
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> float:
         """Rows that an expert has on average, as far as the host knows."""
-        return -(-self.choices // self.scenario.total)
+        return self.choices / self.scenario.total
 
 
 @dataclass(frozen=True)

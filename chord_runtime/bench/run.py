@@ -33,7 +33,7 @@ class Needed:
     n: int
     k: int
     experts: int
-    rows: int
+    rows: float
     """Of an expert, on average."""
     output: str
     """``plain``, ``gate_up`` or ``swiglu``."""

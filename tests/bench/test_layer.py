@@ -168,8 +168,8 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     # 64 tokens choose 512 of 384 experts; contiguous has room for every choice, padded to runs of 128.
     padded = (512 + 48 * 127) // 128 * 128 // 48
     assert needed == [
-        Needed(Mode.INDEXED, 4096, 7168, 48, 2, "swiglu"),
-        Needed(Mode.INDEXED, 7168, 2048, 48, 2, "plain"),
+        Needed(Mode.INDEXED, 4096, 7168, 48, 512 / 384, "swiglu"),
+        Needed(Mode.INDEXED, 7168, 2048, 48, 512 / 384, "plain"),
         Needed(Mode.CONTIGUOUS, 4096, 7168, 48, padded, "swiglu"),
         Needed(Mode.CONTIGUOUS, 7168, 2048, 48, padded, "plain"),
     ]
