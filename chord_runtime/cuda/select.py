@@ -73,7 +73,7 @@ class TileConfig:
         """Dynamic shared memory of a block: ``Shared`` of csrc/chord/tile.cuh, which checks this figure."""
         activations = (self.slots * self.resident or self.stages * self.stage_k) * self.tokens * BLOCK_K * 2
         weights = self.stages * self.stage_k * self.rows // BLOCK_ROWS * BLOCK_BYTES
-        staging = min(self.tokens, 64) * self.blocks * BLOCK_ROWS * 2 // (2 if output == SWIGLU else 1)
+        staging = min(self.tokens, 32) * self.blocks * BLOCK_ROWS * 2 // (2 if output == SWIGLU else 1)
         tables = self.tokens * 8
         barriers = self.stages * (16 + 16) + (self.slots or self.stages) * 16
         return activations + weights + barriers + self.warpgroups * (staging + tables) + 1024 + 128
@@ -169,6 +169,8 @@ def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
 def _resident(k: int, rows: int) -> TileConfig:
     """A short K: activations stay while weights stream by, and two blocks a multiprocessor take turns at storing."""
     _, tokens, narrow = _cut(rows, _RESIDENT_TOKENS)
+    if tokens == 96:  # NVRTC 13.5 finds too few registers for it, and enough for 104
+        tokens = 104
     slots = 2 if tokens <= 48 else 1  # as shared memory allows
     why = "K is short: activations stay while weights stream by; of two thread blocks one stores while one multiplies"
     return TileConfig(

@@ -19,10 +19,10 @@
 
 namespace chord {
 
-// The stage whose full barrier this is, if any, may be filled again; its empty barrier lies kStages further on.
+// The stage whose full barrier this is, if any, may be filled again; its empty barrier lies kStages further on. Every lane
+// says so: one lane after a __syncwarp is no faster, and compute-sanitizer's racecheck does not know that order.
 CHORD_DEVICE void release(u32 full) {
-  __syncwarp();  // every lane has read it, not only the one that says so
-  if (full && threadIdx.x % kWarp == 0) barrier_arrive(full + kStages * 8);
+  if (full) barrier_arrive(full + kStages * 8);
 }
 
 // Wait for a stage of the ring. Gathered rows were written in the generic proxy.
@@ -46,10 +46,6 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int k, u32 res
   const u32 scales = words - thread * 16 + kCodeBytes + thread / 4 * 8;
   u32 a[2][4][4];
   Codes codes[2];
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-    for (int i = 0; i < kN / 2; ++i) all_sums[block][i] = 0.0f;
 
   u32 held = 0, stage = at.stage * kWeightBytes;  // held: the stage that the last wgmmas may still read
   auto load = [&](int unit) {
@@ -59,7 +55,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int k, u32 res
   wait_full(full + at.stage * 8, at.parity);
   load(0);
   load(1);
-  int left = int(kept(k)) / (kBlockK * kStageK);
+  int left = int(kept(k)) / (kBlockK * kStageK), add = 0;  // the first wgmma of a block sets its sums, others add
 #pragma unroll 1
   do {
     const u64 tokens = activation_descriptor(kResident ? resident : base + at.stage * kActivationBytes);
@@ -77,7 +73,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int k, u32 res
       }
       dequantize(codes[unit % 2], buffer);
       wgmma_fence();
-      wgmma_step<kN>(sums, buffer, b, 0);
+      wgmma_step<kN>(sums, buffer, b, 0, unit < kBlocks ? add : 1);
       wgmma_step<kN>(sums, buffer, b, 1);
       load((unit + 2) % kUnits);
       wgmma_step<kN>(sums, buffer, b, 2);
@@ -89,6 +85,7 @@ CHORD_DEVICE void multiply_tile(Shared& shared, RingPosition& at, int k, u32 res
         held = this_full;
       }
     }
+    add = 1;
   } while (--left > 0);
   wgmma_wait<0>();
   release(held);
@@ -111,34 +108,31 @@ struct Consumer {
       Tile tile = shared.tiles[at.stage];
       tile = {uniform(tile.row0), uniform(tile.rows), uniform(tile.n_block), uniform(tile.expert)};
       if (tile.rows == 0) return;
-      if (kResident && tile.n_block % kGroup == 0) {
+      if (kResident) {
         slot.advance();
         barrier_wait(shared_address(&shared.rows_full[slot.stage]), slot.parity);
         fence_async_proxy();
       }
-      const int first_row = tile.n_block * kRows + own_warpgroup() * kBlocks * kBlockRows;
-      auto release_rows = [&] {  // after the last tile on the activations that stay
-        const int block = first_row / kRows;
-        const bool last = block % kGroup == kGroup - 1 || block == ceil_div(n, kRows) - 1;
-        if (kResident && last && lane_id() == 0) barrier_arrive(shared_address(&shared.rows_empty[slot.stage]));
-      };
-      const u32 resident = shared_address(shared.activations[slot.stage]);
-      if (first_row >= n) {
-        skip(at);
-        release_rows();
-        continue;
-      }
       const int thread = own_thread(), row = tile.row0 + thread;
       const bool valid = thread < tile.rows;
       const u32 fetched = valid ? rows.fetch(row) : 0;
-      float sums[kBlocks][kTokens / 2];
-      if (kNarrow < kTokens && tile.rows <= kNarrow)
-        multiply_tile<kNarrow>(shared, at, k, resident, sums);
-      else
-        multiply_tile<kTokens>(shared, at, k, resident, sums);
-      release_rows();
-      const int my_row = valid ? rows.resolve(tile, row, kept(fetched)) : -1;
-      store_tile(shared, sums, tile.rows, first_row, my_row, row_weight, out, n);
+      const u32 resident = shared_address(shared.activations[slot.stage]);
+      const int blocks = kGroup == 1 ? 1 : smaller(kGroup, ceil_div(n, kRows) - tile.n_block);
+#pragma unroll 1
+      for (int block = 0; block < blocks; ++block) {
+        const int first_row = ((tile.n_block + block) * kWarpgroups + own_warpgroup()) * kBlocks * kBlockRows;
+        float sums[kBlocks][kTokens / 2];
+        if (first_row >= n)
+          skip(at);
+        else if (kNarrow < kTokens && tile.rows <= kNarrow)
+          multiply_tile<kNarrow>(shared, at, k, resident, sums);
+        else
+          multiply_tile<kTokens>(shared, at, k, resident, sums);
+        if (kResident && block + 1 == blocks) barrier_arrive(shared_address(&shared.rows_empty[slot.stage]));
+        if (first_row >= n) break;
+        if (block == 0) set_rows(shared, valid ? rows.resolve(tile, row, kept(fetched)) : -1, row_weight);
+        store_tile(shared, sums, tile.rows, first_row, out, n);
+      }
     }
   }
 
@@ -153,16 +147,16 @@ struct Consumer {
   }
 };
 
-// Barriers of the ring; `producers` arrive for each full stage, and one lane of every consumer warp for each empty one.
+// Barriers of the ring; `producers` arrive for each full stage, and every consumer for each empty one.
 CHORD_DEVICE void init_ring(Shared& shared, int producers) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), producers);
-      barrier_init(shared_address(&shared.empty[stage]), kConsumers / kWarp);
+      barrier_init(shared_address(&shared.empty[stage]), kConsumers);
     }
     for (int slot = 0; slot < kSlots; ++slot) {
       barrier_init(shared_address(&shared.rows_full[slot]), kWarpgroup - kWarp);
-      barrier_init(shared_address(&shared.rows_empty[slot]), kConsumers / kWarp);
+      barrier_init(shared_address(&shared.rows_empty[slot]), kConsumers);
     }
     barrier_init_fence();
   }

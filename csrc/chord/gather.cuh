@@ -81,12 +81,10 @@ CHORD_DEVICE void produce_gathered(Shared& shared, Scheduler scheduler, RoutedRo
       at.advance();
     }
   }
-  if (warp == 0 && lane == 0) {
+  if (warp == 0 && lane == 0)
     end_tiles(shared, at);
-    barrier_arrive(shared_address(&shared.full[at.stage]));
-  } else {
+  else
     barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
-  }
   copy_async_arrive(shared_address(&shared.full[at.stage]));
 }
 
@@ -104,16 +102,14 @@ CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRo
     const TileIds ids(rows, tile);
     if (tile.rows == 0) continue;
     if (warp == 0) {
-      if (lane == 0) {
-        const int end = smaller(tile.n_block + kGroup, ceil_div(n, kRows));
-        for (; tile.n_block < end; ++tile.n_block) {
-          for (int kb = 0; kb < k / kBlockK; kb += kStageK, at.advance()) {
-            barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
-            begin_stage(shared, at, tile, kb, w, n, k, 0);
-          }
+      const int end = smaller(tile.n_block + kGroup, ceil_div(n, kRows));
+      for (; tile.n_block < end; ++tile.n_block) {
+        for (int kb = 0; kb < k / kBlockK; kb += kStageK, at.advance()) {
+          barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
+          if (lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);
+          __syncwarp();
         }
       }
-      __syncwarp();
     } else {
       barrier_wait(shared_address(&shared.rows_empty[slot.stage]), slot.parity);
       const u32 to = shared_address(shared.activations[slot.stage]);
@@ -135,10 +131,7 @@ CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRo
       slot.advance();
     }
   }
-  if (warp == 0 && lane == 0) {
-    end_tiles(shared, at);
-    barrier_arrive(shared_address(&shared.full[at.stage]));
-  }
+  if (warp == 0 && lane == 0) end_tiles(shared, at);
 }
 
 }  // namespace chord

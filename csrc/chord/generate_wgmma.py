@@ -32,13 +32,14 @@ def wrapper(n: int) -> str:
     return f"""
 template <>
 struct Wgmma<{n}> {{
-  static CHORD_DEVICE void run(float (&d)[{count}], const u32 (&a)[4], u64 b) {{
+  static CHORD_DEVICE void run(float (&d)[{count}], const u32 (&a)[4], u64 b, int add) {{
     asm volatile(
+        "{{ .reg .pred p; setp.ne.b32 p, %{count + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{"
         "{text}}}, "
-        "{{{a}}}, %{count + 4}, 1, 1, 1, 0;\\n"
+        "{{{a}}}, %{count + 4}, p, 1, 1, 0; }}\\n"
         : {outputs}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }}
 }};
 """

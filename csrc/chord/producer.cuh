@@ -26,11 +26,12 @@ CHORD_DEVICE void begin_stage(Shared& shared, RingPosition at, const Tile& tile,
 CHORD_DEVICE void end_tiles(Shared& shared, RingPosition at) {
   barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
   shared.tiles[at.stage] = Tile{};
+  barrier_arrive(shared_address(&shared.full[at.stage]));
 }
 
 // The producer warps feed the ring with the scheduler's tiles, each warp every kProducerWarps-th stage: waiting, arming
 // the barrier and starting copies takes one thread about 400 clocks a stage, more than a stage lasts in decode.
-// trim(tile) may lower tile.rows, to 0 to skip the tile.
+// trim(tile) may lower tile.rows, to 0 to skip the tile. The whole warp waits: 1 to 2 % faster than one lane.
 template <class Scheduler, class Trim>
 CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, const TensorMap& map, const u8* w, int n,
                                 int k) {
@@ -47,8 +48,8 @@ CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, 
     if (tile.rows == 0) continue;
     const int boxes = ceil_div(tile.rows, kBox);
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
+      if (turn == warp) barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
       if (turn == warp && lane_id() == 0) {
-        barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
         begin_stage(shared, at, tile, kb, w, n, k, boxes * kBox * kStageK * kBlockK * 2);
         const u32 full = shared_address(&shared.full[at.stage]), to = shared_address(shared.activations[at.stage]);
         for (int box = 0; box < boxes; ++box) {
@@ -62,10 +63,7 @@ CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, 
     }
     __syncwarp();
   }
-  if (turn == warp && lane_id() == 0) {
-    end_tiles(shared, at);
-    barrier_arrive(shared_address(&shared.full[at.stage]));
-  }
+  if (turn == warp && lane_id() == 0) end_tiles(shared, at);
 }
 
 }  // namespace chord

@@ -40,8 +40,8 @@ static_assert(kResident ? kResident % kStageK == 0 : kGroup == 1 && kSlots == kS
 constexpr int kActivationStageBytes = kStageK * kTokens * kBlockK * 2;
 constexpr int kActivationBytes = kResident ? kResident / kStageK * kActivationStageBytes : kActivationStageBytes;
 constexpr int kWeightBytes = kStrips * kStageK * kStripBytes;
-// The epilogue turns its tokens through shared memory, kChunk at a time.
-constexpr int kChunk = kTokens < 64 ? kTokens : 64;
+// The epilogue turns its tokens through shared memory, kChunk at a time: few, as a further stage is worth more.
+constexpr int kChunk = smaller(kTokens, 32);
 constexpr int kRowBytes = kBlocks * kBlockRows * 2 / (kOutput == kSwiGLU ? 2 : 1);
 
 // One tile, as the producer describes it to the consumers in the tile's first stage.

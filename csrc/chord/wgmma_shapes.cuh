@@ -11,235 +11,251 @@ struct Wgmma;
 
 template <>
 struct Wgmma<8> {
-  static CHORD_DEVICE void run(float (&d)[4], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[4], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n"
+        "{%4, %5, %6, %7}, %8, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<16> {
-  static CHORD_DEVICE void run(float (&d)[8], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[8], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;\n"
+        "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<24> {
-  static CHORD_DEVICE void run(float (&d)[12], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[12], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %17, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-        "{%12, %13, %14, %15}, %16, 1, 1, 1, 0;\n"
+        "{%12, %13, %14, %15}, %16, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<32> {
-  static CHORD_DEVICE void run(float (&d)[16], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;\n"
+        "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<40> {
-  static CHORD_DEVICE void run(float (&d)[20], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[20], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %25, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19}, "
-        "{%20, %21, %22, %23}, %24, 1, 1, 1, 0;\n"
+        "{%20, %21, %22, %23}, %24, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<48> {
-  static CHORD_DEVICE void run(float (&d)[24], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[24], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %29, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23}, "
-        "{%24, %25, %26, %27}, %28, 1, 1, 1, 0;\n"
+        "{%24, %25, %26, %27}, %28, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<56> {
-  static CHORD_DEVICE void run(float (&d)[28], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[28], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %33, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n56k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27}, "
-        "{%28, %29, %30, %31}, %32, 1, 1, 1, 0;\n"
+        "{%28, %29, %30, %31}, %32, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<64> {
-  static CHORD_DEVICE void run(float (&d)[32], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;\n"
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<72> {
-  static CHORD_DEVICE void run(float (&d)[36], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[36], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %41, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35}, "
-        "{%36, %37, %38, %39}, %40, 1, 1, 1, 0;\n"
+        "{%36, %37, %38, %39}, %40, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<80> {
-  static CHORD_DEVICE void run(float (&d)[40], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[40], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %45, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39}, "
-        "{%40, %41, %42, %43}, %44, 1, 1, 1, 0;\n"
+        "{%40, %41, %42, %43}, %44, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<88> {
-  static CHORD_DEVICE void run(float (&d)[44], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[44], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %49, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n88k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43}, "
-        "{%44, %45, %46, %47}, %48, 1, 1, 1, 0;\n"
+        "{%44, %45, %46, %47}, %48, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36),
           CHORD_ACC4(d, 40)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<96> {
-  static CHORD_DEVICE void run(float (&d)[48], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[48], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %53, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-        "{%48, %49, %50, %51}, %52, 1, 1, 1, 0;\n"
+        "{%48, %49, %50, %51}, %52, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36),
           CHORD_ACC4(d, 40), CHORD_ACC4(d, 44)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<104> {
-  static CHORD_DEVICE void run(float (&d)[52], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[52], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %57, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n104k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51}, "
-        "{%52, %53, %54, %55}, %56, 1, 1, 1, 0;\n"
+        "{%52, %53, %54, %55}, %56, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36),
           CHORD_ACC4(d, 40), CHORD_ACC4(d, 44), CHORD_ACC4(d, 48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<112> {
-  static CHORD_DEVICE void run(float (&d)[56], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[56], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %61, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55}, "
-        "{%56, %57, %58, %59}, %60, 1, 1, 1, 0;\n"
+        "{%56, %57, %58, %59}, %60, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36),
           CHORD_ACC4(d, 40), CHORD_ACC4(d, 44), CHORD_ACC4(d, 48), CHORD_ACC4(d, 52)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<120> {
-  static CHORD_DEVICE void run(float (&d)[60], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[60], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %65, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n120k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59}, "
-        "{%60, %61, %62, %63}, %64, 1, 1, 1, 0;\n"
+        "{%60, %61, %62, %63}, %64, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36),
           CHORD_ACC4(d, 40), CHORD_ACC4(d, 44), CHORD_ACC4(d, 48), CHORD_ACC4(d, 52), CHORD_ACC4(d, 56)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
 template <>
 struct Wgmma<128> {
-  static CHORD_DEVICE void run(float (&d)[64], const u32 (&a)[4], u64 b) {
+  static CHORD_DEVICE void run(float (&d)[64], const u32 (&a)[4], u64 b, int add) {
     asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;\n"
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 0; }\n"
         : CHORD_ACC4(d, 0), CHORD_ACC4(d, 4), CHORD_ACC4(d, 8), CHORD_ACC4(d, 12), CHORD_ACC4(d, 16),
           CHORD_ACC4(d, 20), CHORD_ACC4(d, 24), CHORD_ACC4(d, 28), CHORD_ACC4(d, 32), CHORD_ACC4(d, 36),
           CHORD_ACC4(d, 40), CHORD_ACC4(d, 44), CHORD_ACC4(d, 48), CHORD_ACC4(d, 52), CHORD_ACC4(d, 56),
           CHORD_ACC4(d, 60)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
   }
 };
 
