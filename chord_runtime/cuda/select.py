@@ -115,8 +115,6 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
         chosen = TileConfig(16, 16, 1, 2, 1, 2, box=16, why="no wgmma: mma.sync, weights read once for 16 rows")
     elif mode == "contiguous":
         chosen = _prefill(128, 128, RUN_ROWS, "runs are 128 rows: one full-width wgmma, no narrower loop")
-        if k > _LONG_K:
-            chosen = replace(chosen, stage_k=2)
     elif mode == "masked":
         chosen = _masked(n, experts, max(math.ceil(rows), 1), sms)
     elif rows < SPARSE:
@@ -142,7 +140,8 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
             return TileConfig(64, 64, 3, 2, 1, 0, box=64, producer_registers=40, why=why)
         why = "four warpgroups of one block: 256 rows share the activations; registers hold their sums for 64 tokens"
         return TileConfig(64, 64, 4, 1, 2, 0, box=64, producer_registers=32, why=why)
-    return _prefill(128, 64, 64, "more than 64 rows: tensor cores bound, two narrow tiles a run cost little")
+    why = "more than 64 rows: tensor cores bound, two narrow tiles a run cost little"
+    return replace(_prefill(128, 64, 64, why), stage_k=1)
 
 
 def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:
@@ -204,9 +203,11 @@ def _busiest(rows: int, n: int, experts: int, sms: int) -> int:
 
 
 def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
-    """Tensor cores bound: two warpgroups of two blocks, 256 rows, as many tokens as their registers hold."""
-    # Gathered tiles leave room for stages of 128 k, whose overhead is halved; 128 tokens by tensor map do not.
-    return TileConfig(tokens, narrow, 2, 2, 1 if box else 2, 0, box, 56, why=why)
+    """Tensor cores bound: two warpgroups of two blocks, 256 rows, as many tokens as their registers hold.
+
+    Stages of 128 k halve what a stage costs, and four of them fit beside 128 tokens.
+    """
+    return TileConfig(tokens, narrow, 2, 2, 2, 0, box, 56, why=why)
 
 
 SPARSE = 2.0
