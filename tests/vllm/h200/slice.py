@@ -1,6 +1,6 @@
 """A slice of Kimi K2 with real dimensions, random weights written from the GPU, and its conversion.
 
-python -m tests.vllm.h200.slice FOLDER [moe layers=24] [experts=48]      makes FOLDER/source and FOLDER/packed
+python -m tests.vllm.h200.slice FOLDER [moe layers=16] [experts=48]      makes FOLDER/source and FOLDER/packed
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def convert(source: Path, out: Path, *options: str) -> Path:
     return out
 
 
-def prepare(folder: Path, moe_layers: int = 24, experts: int = 48) -> tuple[Path, Path]:
+def prepare(folder: Path, moe_layers: int = 16, experts: int = 48) -> tuple[Path, Path]:
     """``source`` and ``packed`` in ``folder``, as they are if they were finished before."""
     source, packed = folder / "source", folder / "packed"
     if not (packed / "chord-manifest.json").exists():
