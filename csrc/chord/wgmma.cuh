@@ -19,8 +19,8 @@ CHORD_DEVICE u64 activation_descriptor(u32 address) {
 }
 constexpr CHORD_DEVICE u64 descriptor_step(int bytes) { return bytes >> 4; }
 
-// One k16 step of a warpgroup's 64x64 weight block times the first kN tokens; `add` 0 sets the sums. Left to it, the compiler puts descriptors
-// together from 32-bit halves; as 64-bit sums they cost one instruction each.
+// One k16 step of a warpgroup's 64x64 weight block times the first kN tokens; `add` 0 sets the sums. Left to it, the compiler
+// puts descriptors together from 32-bit halves; as 64-bit sums they cost one instruction each.
 template <int kN>
 CHORD_DEVICE void wgmma_step(float (&sums)[kN / 2], const u32 (&a)[4][4], u64 activations, int step, int add = 1) {
   Wgmma<kN>::run(sums, a[step], activations + descriptor_step(step * 32), add);
