@@ -36,7 +36,9 @@ def masked(masked_m: Tensor, max_m: int) -> None:
 def indexed(
     sorted_ids: Tensor, expert_ids: Tensor, num_tokens_padded: Tensor, block_size: int, num_rows: int, num_experts: int
 ) -> None:
-    """The used part holds whole blocks of local experts or −1, and every routed index < num_rows at most once."""
+    """The used part holds whole blocks of local experts or −1; of routed indices < num_rows each at most once, and else
+    num_rows, all that vLLM pads with: kernels skip what is larger too, but it was sorted for another batch.
+    """
     used = int(num_tokens_padded)
     room = min(sorted_ids.numel(), expert_ids.numel() * block_size)
     if not 0 <= used <= room or used % block_size:
@@ -46,9 +48,13 @@ def indexed(
         )
     _experts("expert_ids", expert_ids[: used // block_size], num_experts)
     ids = sorted_ids[:used]
-    if bool((ids < 0).any()):
-        place = int((ids < 0).nonzero()[0])
-        raise UsageError(f"sorted_ids[{place}] is {int(ids[place])}: padding is {num_rows} (tokens · top_k) or larger")
+    bad = (ids < 0) | (ids > num_rows)
+    if bool(bad.any()):
+        place = int(bad.nonzero()[0])
+        raise UsageError(
+            f"sorted_ids[{place}] is {int(ids[place])}: routed indices are below {num_rows} (tokens · top_k), padding "
+            "is that number; were they sorted for another batch or another top_k?"
+        )
     routed = ids[ids < num_rows].sort().values
     again = routed[1:][routed[1:] == routed[:-1]]
     if again.numel():

@@ -106,12 +106,12 @@ def test_indexed(draw: str, block_size: int, gate_up: bool, activation: str | No
     sorted_ids[used:] = 12345  # a tail that an aligner allocated and never wrote
     expert_ids[used // block_size :] = 777
     padding = sorted_ids == ids.numel()
-    sorted_ids[padding] += torch.arange(int(padding.sum()), dtype=torch.int32) % 3  # any value from T·top_k on
+    sorted_ids[padding] += torch.arange(int(padding.sum()), dtype=torch.int32) % 3  # larger is skipped too
     x, weight = activations(11, packed.k), torch.rand(11, TOP_K)
     out = torch.full((33, packed.n // 2 if activation else packed.n), NAN, dtype=torch.bfloat16)
     chord.indexed(
         x, packed, sorted_ids, expert_ids, route.num_tokens_padded, TOP_K, block_size,
-        topk_weights=weight, activation=activation, out=out,
+        topk_weights=weight, activation=activation, out=out, validate=False,
     )  # fmt: skip
     for routed, expert in enumerate(ids.view(-1).tolist()):
         if expert < 0:
