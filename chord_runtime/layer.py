@@ -85,7 +85,8 @@ def moe_layer(
     """
     chosen = _check(x, layer, topk_ids, topk_weights, mode, out)
     block_size = routing.block_rows(topk_ids.numel(), layer.num_experts) if block_size is None else block_size
-    api.check_block_size(block_size)
+    block_size = api.check_block_size(block_size)
+    max_m = None if max_m is None else api.integer("max_m", max_m)
     out = torch.empty_like(x) if out is None else out
     if not topk_ids.numel():
         return out.zero_()

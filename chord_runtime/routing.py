@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import Mode
-from chord_runtime.ops.api import check_block_size, check_out
+from chord_runtime.ops.api import check_block_size, check_out, integer
 from chord_runtime.ops.library import refuse_grad
 from chord_runtime.ops.route import MAX_EXPERTS, Layout, capacity
 from chord_runtime.ops.validate import RUN_ROWS
@@ -102,6 +102,7 @@ def contiguous(
     weights or a map of another dtype, shape or device.
     """
     check(topk_ids, expert_map, topk_weights)
+    num_experts = integer("num_experts", num_experts)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         refuse_grad(topk_ids, topk_weights)
         routed, m_indices, _, rows, weights = _OPS.align(
@@ -131,7 +132,8 @@ def masked(
     the CPU; on CUDA, where that is not read, its last choices are routed nowhere.
     """
     check(topk_ids, expert_map, topk_weights)
-    max_m = topk_ids.shape[0] if max_m is None else max_m
+    num_experts = integer("num_experts", num_experts)
+    max_m = topk_ids.shape[0] if max_m is None else integer("max_m", max_m)
     if max_m < min(1, topk_ids.numel()):
         raise UsageError(f"max_m, the rows of each expert, must be at least 1; found {max_m}")
     expected_m = max(1, -(-topk_ids.numel() // _all_experts(num_experts, expert_map)))
@@ -166,7 +168,7 @@ def indexed(
 ) -> IndexedRouting:
     """Blocks of ``block_size`` routed indices of one expert. Other arguments are those of :func:`contiguous`."""
     check(topk_ids, expert_map, None)
-    check_block_size(block_size)
+    num_experts, block_size = integer("num_experts", num_experts), check_block_size(block_size)
     total = _all_experts(num_experts, expert_map)
     if _kernel_takes(topk_ids, num_experts, expert_map):
         sorted_ids, expert_ids, used, rows, _ = _OPS.align(

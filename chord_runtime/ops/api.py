@@ -23,6 +23,7 @@ They raise :class:`~chord_runtime.errors.ModeError` for a weight that was not pa
 
 from __future__ import annotations
 
+import operator
 from typing import Literal
 
 import torch
@@ -103,6 +104,7 @@ def masked(
     """
     check_weight(Mode.MASKED, w)
     check_tensor("a", a)
+    expected_m = integer("expected_m", expected_m)
     groups = w.num_experts
     shape = a.shape
     rows = shape[0] * shape[1] if len(shape) == 3 else shape[0] if len(shape) == 2 else 0
@@ -140,7 +142,8 @@ def indexed(
     Args:
         x: bfloat16 [T, K]. Row ``id // top_k`` is multiplied for routed index ``id``: ``top_k`` is the fan-out of
             gate_up; for down, whose rows are routed already, it is 1.
-        sorted_ids: int32, routed indices (token · top_k + choice) in blocks of one expert; T·top_k or more is padding.
+        sorted_ids: int32, routed indices (token · top_k + choice) in blocks of one expert; T·top_k is padding. Larger
+                values are skipped too, but refused where values are checked.
         expert_ids: int32, the expert of each block; −1 for blocks to skip.
         num_tokens_padded: int32 [1], how much of ``sorted_ids`` is used.
         block_size: entries of ``sorted_ids`` in a block. May be left out when the two buffers' sizes tell: their ratio
@@ -158,7 +161,8 @@ def indexed(
     """
     check_weight(Mode.INDEXED, w)
     check_tensor("x", x)
-    if num_experts is not None and num_experts < w.num_experts:
+    top_k = integer("top_k", top_k)
+    if num_experts is not None and (num_experts := integer("num_experts", num_experts)) < w.num_experts:
         raise UsageError(f"num_experts, of all ranks, is at least the weight's {w.num_experts}; found {num_experts}")
     if x.dim() != 2 or top_k < 1:
         raise UsageError(f"x must be [T, K] and top_k at least 1; found {_sizes(x)} and {top_k}")
@@ -167,10 +171,7 @@ def indexed(
     _routing("sorted_ids", sorted_ids, None, w.device)
     _routing("expert_ids", expert_ids, None, w.device)
     _routing("num_tokens_padded", num_tokens_padded, 1, w.device)
-    if block_size is None:
-        block_size = _infer_block_size(sorted_ids, expert_ids)
-    else:
-        check_block_size(block_size)
+    block_size = _infer_block_size(sorted_ids, expert_ids) if block_size is None else check_block_size(block_size)
     if _reads_values(validate, x):
         values.indexed(sorted_ids, expert_ids, num_tokens_padded, block_size, rows, w.num_experts)
     if rows:
@@ -220,10 +221,25 @@ def check_out(out: Tensor, shape: tuple[int, int], rows: Tensor) -> None:
         )
 
 
-def check_block_size(block_size: int) -> None:
-    """Raise UsageError for a block without rows."""
+def integer(name: str, value: int) -> int:
+    """``value`` as an int, from whatever is one to Python. A tensor is none: reading it would wait for its device."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    try:
+        if not isinstance(value, (bool, Tensor)):
+            return operator.index(value)
+    except TypeError:
+        pass
+    found = type(value).__name__ if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    raise UsageError(f"{name} must be an integer; found {found}")
+
+
+def check_block_size(block_size: int) -> int:
+    """The block size as an int. Raises UsageError for one that is none, or that has no rows."""
+    block_size = integer("block_size", block_size)
     if block_size < 1:
         raise UsageError(f"block_size must be at least 1; found {block_size}")
+    return block_size
 
 
 def _prepare(

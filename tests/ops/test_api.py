@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,6 +162,25 @@ def test_shapes_of_each_mode() -> None:
         run("indexed", block_size=0)
 
 
+INTEGERS: dict[str, list[tuple[str, int]]] = {
+    "masked": [("expected_m", 2)],
+    "indexed": [("top_k", 2), ("block_size", 4), ("num_experts", 9)],
+}
+
+
+@pytest.mark.parametrize(("operation", "name", "good"), [(o, *pair) for o, pairs in INTEGERS.items() for pair in pairs])
+def test_integers_are_whatever_python_takes_as_one(operation: str, name: str, good: int) -> None:
+    expected = run(operation, out=out(OPERATIONS[operation][0], N))
+    for same in (np.int64(good), np.uint8(good)):
+        assert torch.equal(run(operation, out=out(OPERATIONS[operation][0], N), **{name: same}), expected)
+    for wrong in (True, np.bool_(True), float(good), str(good), [good]):
+        found = re.escape(f"{name} must be an integer; found {type(wrong).__name__} {wrong!r}")
+        with pytest.raises(UsageError, match=f"^{found}$"):
+            run(operation, **{name: wrong})
+    with pytest.raises(UsageError, match=f"^{name} must be an integer; found Tensor$"):
+        run(operation, **{name: torch.tensor(good)})
+
+
 VALUES: dict[str, tuple[str, dict[str, Any], str]] = {
     "expert beyond": ("contiguous", {"m_indices": torch.where(M_INDICES == 2, 3, M_INDICES)}, r"m_indices\[128\] is 3"),
     "expert below": (
@@ -175,6 +196,7 @@ VALUES: dict[str, tuple[str, dict[str, Any], str]] = {
     "padded below": ("indexed", {"num_tokens_padded": PADDED - 12}, "is -4"),
     "block's expert": ("indexed", {"expert_ids": EXPERT_IDS + 1}, r"expert_ids\[1\] is 3"),
     "negative id": ("indexed", {"sorted_ids": torch.where(SORTED == 2, -1, SORTED)}, r"sorted_ids\[1\] is -1"),
+    "id beyond padding": ("indexed", {"sorted_ids": torch.where(SORTED == 6, 7, SORTED)}, r"\[2\] is 7: .* below 6"),
     "id twice": ("indexed", {"sorted_ids": torch.where(SORTED == 3, 2, SORTED)}, "routed index 2 twice"),
 }
 
