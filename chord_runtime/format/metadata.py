@@ -14,9 +14,19 @@ from typing import Any
 import xxhash
 from jsonschema.exceptions import best_match
 
-from chord_runtime.errors import FormatError, UsageError, advice
+from chord_runtime.errors import ChordError, FormatError, UnreadableError, UsageError, advice
 from chord_runtime.format.block import FORMAT_VERSION, GROUP_SIZE
-from chord_runtime.format.layout import MANIFEST, ExpertShape, Mode, ParallelLayout, Placement, Projection, row_order
+from chord_runtime.format.layout import (
+    ALL_MODES,
+    MANIFEST,
+    PROGRESS,
+    ExpertShape,
+    Mode,
+    ParallelLayout,
+    Placement,
+    Projection,
+    row_order,
+)
 from chord_runtime.resources import validator
 from chord_runtime.version import VERSION
 
@@ -209,13 +219,38 @@ class Manifest:
                 raise FormatError(
                     f"{directory} is not a directory; supported: one that chord-convert has made: check the path"
                 ) from None
+            if begun := _begun(directory / PROGRESS):
+                raise FormatError(
+                    f"{directory} is unfinished: its conversion was interrupted, or still runs. The same command "
+                    f"goes on from the files that are finished; it was begun as: {begun} -o {directory}"
+                ) from None
             raise FormatError(
                 f"{directory} has no {MANIFEST}: it is not a packed directory, or its conversion has not finished; "
                 "run chord-convert again with the same options to finish it"
             ) from None
         except OSError as error:
             helps = advice(error, "check its permissions and the disk")
-            raise FormatError(f"{path} cannot be read: {error.strerror}; {helps}") from None
+            kind = FormatError if isinstance(error, IsADirectoryError) else UnreadableError
+            raise kind(f"{path} cannot be read: {error.strerror}; {helps}") from None
+
+
+def _begun(progress: Path) -> str | None:
+    """The command that an unfinished directory's record tells of; None without a record that can be understood."""
+    try:
+        data = json.loads(progress.read_bytes())
+        packing, ranks = Packing.from_json(data["packing"], str(progress)), tuple(map(int, data["ep_ranks"]))
+        repo, commit = data["source"]["repo"], data["source"]["commit"]
+        experts_only = bool(data["experts_only"])
+    except (OSError, ValueError, LookupError, TypeError, ChordError):
+        return None
+    layout = packing.layout
+    words = ["chord-convert", str(repo), f"--ep {layout.ep_size} --tp {layout.tp_size}"]
+    words += [f"--placement {layout.placement.value}"] * (layout.placement is not Placement.LINEAR)
+    words += [f"--mode {mode.value}" for mode in packing.modes if packing.modes != ALL_MODES]
+    words += [f"--ranks {','.join(map(str, ranks))}"] * (len(ranks) < layout.ep_size)
+    words += ["--experts-only"] * experts_only
+    words += [f"--revision {commit}"] * bool(commit)
+    return " ".join(words)
 
 
 def quantization_config(packing: Packing) -> dict[str, Any]:
