@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
-from chord_runtime.errors import FormatError
-from chord_runtime.format.files import DataFile
+from chord_runtime.errors import FormatError, UnreadableError
+from chord_runtime.format.files import DataFile, unreadable
 from chord_runtime.format.layout import MANIFEST, experts_file, parse_experts_file
 from chord_runtime.format.shard import StoredTensor
 from chord_runtime.packed_dir import PackedDir
@@ -26,6 +26,8 @@ class Finding:
 
     file: str
     problem: str
+    unreadable: bool = False
+    """The file is there and cannot be read now: nothing is said of its bytes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class _Findings:
         with self._lock:
             self.found.append(Finding(file, problem))
 
+    def add_error(self, file: str, error: FormatError) -> None:
+        with self._lock:
+            self.found.append(Finding(file, str(error), isinstance(error, UnreadableError)))
+
     def count(self, size: int) -> None:
         with self._lock:
             self.checked += size
@@ -69,7 +75,8 @@ def verify(directory: Path, workers: int | None = None) -> Verification:
     except FormatError as error:
         if not os.path.lexists(directory / MANIFEST):
             raise
-        return Verification((Finding(MANIFEST, str(error)),), 1, 0, 0, time.monotonic() - started)
+        finding = Finding(MANIFEST, str(error), isinstance(error, UnreadableError))
+        return Verification((finding,), 1, 0, 0, time.monotonic() - started)
     held: dict[tuple[int, int, int], set[int]] = {}
     tensors = 0
     with ThreadPoolExecutor(workers or os.cpu_count(), thread_name_prefix="verify") as pool:
@@ -104,7 +111,7 @@ def _check_small(packed: PackedDir, name: str, findings: _Findings) -> None:
     try:
         data = (packed.path / name).read_bytes()
     except OSError as error:
-        findings.add(name, f"cannot be read: {error.strerror}")
+        findings.add_error(name, unreadable(packed.path / name, error))
         return
     findings.count(len(data))
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (recorded.size, recorded.checksum):
@@ -113,12 +120,13 @@ def _check_small(packed: PackedDir, name: str, findings: _Findings) -> None:
 
 def _check_coverage(packed: PackedDir, held: dict[tuple[int, int, int], set[int]], findings: _Findings) -> None:
     packing = packed.manifest.packing
+    unknown = {parse_experts_file(finding.file) for finding in findings.found if finding.unreadable}
     for layer in packing.layers:
         for ep_rank in packed.manifest.ep_ranks:
             for tp_rank in range(packing.layout.tp_size):
                 wanted = set(packing.layout.experts_of(ep_rank, packing.shape.num_experts))
                 lacking = sorted(wanted - held.get((layer, ep_rank, tp_rank), set()))
-                if lacking:
+                if lacking and (layer, ep_rank, tp_rank) not in unknown:
                     name = experts_file(layer, ep_rank, packing.layout, tp_rank)
                     findings.add(name, f"experts {lacking[0]} to {lacking[-1]} ({len(lacking)}) are in no valid file")
 
@@ -141,7 +149,7 @@ def _check_shard(
             for key, tensor in header.tensors.items():
                 _check_tensor(data, name, key, tensor, findings)
     except FormatError as error:
-        findings.add(name, str(error))
+        findings.add_error(name, error)
     return place, experts, tensors
 
 

@@ -15,12 +15,13 @@ from chord_runtime.verify import Verification
 from chord_runtime.verify import verify as verify_directory
 
 _SHOWN = 50
-AS_WRITTEN, ALTERED = 0, 1
+AS_WRITTEN, ALTERED, UNKNOWN = 0, 1, 2
 
 
 @click.command(
     epilog="Exit codes: 0 all as written (and equal to the source), 1 not (each finding is printed), 2 could not tell "
-    "(no manifest, a source that cannot be read or is another model, or a wrong command line)."
+    "(no manifest, nothing wrong but files that cannot be read, a source that cannot be read or is another model, or a "
+    "wrong command line)."
 )
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--against", metavar="MODEL", help="Also unpack everything and compare it with this directory or Hub id.")
@@ -47,7 +48,9 @@ def verify(
         click.echo(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
     else:
         _show(directory, results, against)
-    context.exit(ALTERED if any(result.findings for result in results.values()) else AS_WRITTEN)
+    findings = [finding for result in results.values() for finding in result.findings]
+    wrong = any(not finding.unreadable for finding in findings)
+    context.exit(ALTERED if wrong else UNKNOWN if findings else AS_WRITTEN)
 
 
 def _run(
@@ -73,8 +76,12 @@ def _show(directory: Path, results: dict[str, Verification], against: str | None
         what = "as written" if name == "checksums" else f"equal to {against}, unpacked"
         verdict = counted(len(result.findings), "problem") if result.findings else f"every byte is {what}"
         click.echo(f"{directory}: {count}, {speed}: {verdict}")
-    if results["checksums"].findings:
-        if any(finding.file != MANIFEST for finding in results["checksums"].findings):  # without that nothing goes on
-            click.echo(f"to mend it, {mend('the files named')}")
+    if findings := results["checksums"].findings:
+        unreadable = any(finding.unreadable for finding in findings)
+        # Without the manifest nothing goes on.
+        if any(finding.file != MANIFEST and not finding.unreadable for finding in findings):
+            click.echo(f"to mend it, {mend('the files named')}" + (", save those that cannot be read" * unreadable))
+        if unreadable:
+            click.echo("files that cannot be read may be whole: keep them, do what their lines say, and verify again")
         if against is not None:
             click.echo(f"not compared with {against}: mend the files first")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from chord_convert.against import compare
 from chord_runtime.cli import cli
 from chord_runtime.errors import ChordError, FormatError, OutputError
-from chord_runtime.format.layout import MANIFEST
+from chord_runtime.format.layout import MANIFEST, PROGRESS
 from chord_runtime.format.shard import read_shard_header
 from chord_runtime.verify import verify
 from tests.checkpoints import write_checkpoint
@@ -146,6 +149,58 @@ def test_unfinished_and_foreign_directories(copy: Path, tmp_path: Path) -> None:
         for command, code in (("inspect", 1), ("verify", 2)):
             result = chord(command, str(path))
             assert result.exit_code == code and result.stderr.startswith(f"error: {message}")
+
+
+def test_an_interrupted_conversion_is_named_with_its_command(model: Path, tmp_path: Path) -> None:
+    """By the directory alone: what is told, with the source's place, is what goes on."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "chord_convert", str(model), "-o", str(out)]
+    asked = ["--ep", "4", "--tp", "2", "--placement", "round_robin", "--mode", "masked", "--ranks", "0,2"]
+    assert subprocess.run([*command, *asked, "--experts-only", "--part", "0/8"], check=False).returncode == 0
+    assert not (out / MANIFEST).exists()
+    for name, code in (("inspect", 1), ("verify", 2)):
+        result = chord(name, str(out))
+        assert result.exit_code == code
+        assert result.stderr.startswith(f"error: {out} is unfinished: its conversion was interrupted, or")
+    begun = result.stderr.split("it was begun as: ")[1].split()
+    assert begun[:2] == ["chord-convert", model.name] and begun[-2:] == ["-o", str(out)]
+    assert subprocess.run([*command, *begun[2:-2]], check=False).returncode == 0
+    assert chord("inspect", str(out)).exit_code == 0
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"packing": {}}'])
+def test_a_record_that_says_nothing_is_no_crash(tmp_path: Path, record: str) -> None:
+    (tmp_path / PROGRESS).write_text(record)
+    assert "its conversion has not finished" in chord("inspect", str(tmp_path)).stderr
+
+
+@pytest.mark.parametrize("name", [EXPERTS, SHARED, "config.json", MANIFEST])
+def test_what_cannot_be_read_is_not_called_wrong(copy: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    os_open, io_open = os.open, io.open
+
+    def opening(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *rest: Any, **more: Any) -> Any:
+            if str(path) == str(copy / name):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *rest, **more)
+
+        return call
+
+    monkeypatch.setattr(os, "open", opening(os_open))
+    monkeypatch.setattr(io, "open", opening(io_open))
+    (finding,) = verify(copy).findings
+    assert (finding.file, finding.unreadable) == (name, True)
+    result = chord("verify", str(copy))
+    assert result.exit_code == 2
+    assert "Permission denied; check its permissions" in result.output
+    assert "files that cannot be read may be whole: keep them" in result.output
+    assert "delete" not in result.output
+    if name != MANIFEST:
+        (copy / "LICENSE").unlink()
+        result = chord("verify", str(copy))
+        assert result.exit_code == 1
+        assert "to mend it, delete the files named, then run chord-convert again" in result.output
+        assert ", save those that cannot be read\nfiles that cannot be read may be whole: keep them" in result.output
 
 
 def test_a_source_that_cannot_be_compared_with(packed: Path, tmp_path: Path) -> None:
