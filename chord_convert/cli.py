@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from functools import partial
@@ -187,7 +188,22 @@ def _terminate(*_: object) -> NoReturn:
     raise _Terminated
 
 
+def _leave(code: int, *_: object) -> NoReturn:
+    os._exit(code)
+
+
 def main() -> None:
     """Run the command; a failure is told as ``chord_runtime.console`` says."""
     signal.signal(signal.SIGTERM, _terminate)
-    cli()
+    try:
+        cli()
+    finally:
+        # Python now waits for threads that still write. One more signal ends that too; what they leave behind is
+        # removed by the next run.
+        for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, partial(_leave, code))
+
+
+if __name__ == "__main__":
+    main()

@@ -63,3 +63,7 @@ def cli() -> None:
 def main() -> None:
     """Run the group; a failure is told as ``console`` says."""
     cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -152,6 +152,55 @@ def test_ctrl_c_and_sigterm(larger: Path, tmp_path: Path, number: int, code: int
     assert convert(model, "--ep", "8", "-o", output).returncode == 0
 
 
+_STUCK = """
+import sys, time
+from chord_convert import cli
+from chord_convert.executors import threads
+
+def stuck(*_):
+    sys.stdout.write("at work\\n")
+    sys.stdout.flush()
+    time.sleep(30)
+
+threads.run_task = stuck
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"), [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_third_signal_ends_without_a_word(model: Path, tmp_path: Path, number: int, code: int, message: str) -> None:
+    """The second is told at once; Python then waits for threads that are stuck in a read, until the third."""
+    command = [sys.executable, "-c", _STUCK, str(model), "--ep", "2", "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    working = 0
+    while working < 2:  # both workers
+        working += process.stdout.readline() == "at work\n"
+        assert process.poll() is None
+    process.send_signal(number)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(number)
+    while message not in (line := process.stderr.readline()):
+        assert process.poll() is None
+    assert line == f"error: {message}. The same command goes on from the files that are finished.\n"
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (code, "")
+
+
+@pytest.mark.parametrize("module", ["chord_convert.cli", "chord_runtime.cli"])
+def test_a_module_runs_as_its_script_does(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert "version" in done.stdout
+    wrong = subprocess.run([sys.executable, "-m", module, "--no-such"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and "--no-such" in wrong.stderr
+
+
 def test_unfinished_is_told_from_failed(model: Path, tmp_path: Path) -> None:
     """A directory in place of a file that is to be written: an error in the middle, and gone on from afterwards."""
     blocked = tmp_path / "out" / "shared-00000.safetensors.tmp"
