@@ -141,7 +141,7 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
         why = "four warpgroups of one block: 256 rows share the activations; registers hold their sums for 64 tokens"
         return TileConfig(64, 64, 4, 1, 2, 0, box=64, producer_registers=32, why=why)
     why = "more than 64 rows: tensor cores bound, two narrow tiles a run cost little"
-    return replace(_prefill(128, 64, 64, why), stage_k=1)
+    return replace(_prefill(128, 64, 64, why), stage_k=1)  # 128 k a stage has not been measured here
 
 
 def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:

@@ -34,6 +34,9 @@ def pack_w4a16_grouped(
         UsageError: dtypes, shapes, devices or codes that do not fit; N % 128 or K % 64 is not 0.
         ScaleError: a scale that the format cannot hold (:func:`chord_runtime.format.packing.check_scales`).
     """
+    for name, value in (("codes_or_packed", codes_or_packed), ("scale", scale)):
+        if not isinstance(value, Tensor):
+            raise UsageError(f"{name} must be a tensor; found {type(value).__name__}")
     modes = _modes(mode)
     source = codes_or_packed
     if source.dim() != 3 or source.dtype not in (torch.uint8, torch.int32) or not source.shape[0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,6 +73,13 @@ def test_unknown_modes_are_refused(mode: object) -> None:
 def test_wrong_sources_are_refused(source: torch.Tensor, scale: torch.Tensor, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         chord.pack_w4a16_grouped(source, scale)
+
+
+@pytest.mark.parametrize("name", ["codes_or_packed", "scale"])
+def test_what_is_no_tensor_is_refused(name: str) -> None:
+    sources: dict[str, Any] = {"codes_or_packed": WORDS, "scale": SCALE}
+    with pytest.raises(UsageError, match=f"{name} must be a tensor; found list"):
+        chord.pack_w4a16_grouped(**{**sources, name: [1, 2]})
 
 
 def test_a_scale_out_of_range_is_refused() -> None:
