@@ -71,10 +71,12 @@ def compare(old: Results, new: Results) -> tuple[str, list[Case]]:
     for name in {**old.method, **new.method}:
         if (before := old.method.get(name)) != (now := new.method.get(name)):
             text += f"\n\n{name}: before {before}, now {now}: not measured alike"
-    summary = (
-        f"{len(shared)} points, geometric mean {(mean or 1) - 1:+.1%}, {len(regressed)} slower by over {TOLERANCE:.0%}"
-    )
-    return f"{text}\n\n{summary}", regressed
+    alone = [key for key in dict.fromkeys([*old.points, *new.points]) if key not in ratios]
+    if alone:
+        text += f"\n\nleft out, not measured in both: {', '.join(alone)}"
+    count = f"{len(shared)} point{'s' * (len(shared) != 1)}"
+    slower = f"{len(regressed)} slower by over {TOLERANCE:.0%}"
+    return f"{text}\n\n{count}, geometric mean {(mean or 1) - 1:+.1%}, {slower}", regressed
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -149,6 +151,8 @@ def _summary(results: Results) -> str:
 
 def _total(results: Results) -> str:
     speedups = _speedups(results)
+    if not results.cases:
+        return "no speed-up: no point of this version of chord bench was measured"
     if not speedups:
         return "no speed-up: no W4A16 peer was measured here, and the recorded figures hold for an H200 only"
     least = min(speedups, key=lambda key: speedups[key])

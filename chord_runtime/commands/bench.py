@@ -32,7 +32,9 @@ _TIMING = "L2 flushed before each call, median of CUDA events"
 @click.option(
     "--points", multiple=True, metavar="PATTERN", help="Only these, as masked/gate_up/8, 'tp8/*', decode. May repeat."
 )
-@click.option("--quick", is_flag=True, help="First and last point of each scenario, shorter timing: about a minute.")
+@click.option(
+    "--quick", is_flag=True, help="First and last point of each scenario, shorter timing: less than a minute."
+)
 @click.option(
     "--layer",
     is_flag=True,

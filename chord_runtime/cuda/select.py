@@ -215,7 +215,7 @@ SPARSE = 2.0
 _LONG_K = 2048
 """Beyond this K, deeper stages and more tiles cost little."""
 _RESIDENT_K = 256
-"""Up to this K the activations of 128 tokens fit in shared memory twice."""
+"""Up to this K a tile's activations, all of K, leave room for the ring in each of two thread blocks."""
 _RESIDENT_TOKENS = 104
 """Most tokens of such a tile: with more, the consumers' registers spill."""
 _GROUP = 7
@@ -224,7 +224,7 @@ _GROUP = 7
 
 def _fit(tile: TileConfig, k: int) -> TileConfig:
     """As many stages as shared memory holds, of a depth that divides K."""
-    if k // BLOCK_K % tile.stage_k:
+    if tile.stage_k and k // BLOCK_K % tile.stage_k:
         # Two register buffers take turns: one block a warpgroup needs an even number of k64 blocks a stage.
         warpgroups = tile.warpgroups if tile.blocks == 2 else tile.warpgroups // 2
         registers = 56 if warpgroups == 2 else tile.producer_registers
@@ -265,6 +265,7 @@ def check(mode: str, tile: TileConfig, k: int) -> None:
         == (0, 0, 1)
         or (t.resident == blocks and t.slots in (1, 2) and t.group > 0),
         "occupancy is 1 or 2": t.occupancy in (1, 2),
+        "producer_registers is a multiple of 8 from 24 to 240": t.producer_registers in range(24, 241, 8),
         f"shared memory, {t.shared_bytes(PLAIN)} B, is at most {_shared_limit(t)} B": t.shared_bytes(PLAIN)
         <= _shared_limit(t),
     }

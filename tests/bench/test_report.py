@@ -146,6 +146,8 @@ def test_compare_finds_what_got_slower() -> None:
     one = replace(sample(), points={"masked/down/8": sample(scale=2).points["masked/down/8"]})
     text, regressed = compare(sample(), one)
     assert [case.key for case in regressed] == ["masked/down/8"]
+    assert "left out, not measured in both: " in text
+    assert text.endswith("1 point, geometric mean +100.0%, 1 slower by over 3%")
     with pytest.raises(UsageError, match="no point was measured in both runs"):
         compare(sample(), replace(sample(), points={}))
     quick = replace(sample(), method={"timing": "quick"})

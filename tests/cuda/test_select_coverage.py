@@ -73,6 +73,15 @@ def test_overrides_are_names_and_integers(monkeypatch: pytest.MonkeyPatch, text:
         select.choose("masked", 4096, 7168, 48, 8, "sm_90a")
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"), [("stage_k=0", "stage_k divides"), ("producer_registers=7", "multiple of 8")]
+)
+def test_impossible_tiles_are_refused(monkeypatch: pytest.MonkeyPatch, text: str, rule: str) -> None:
+    monkeypatch.setenv("CHORD_TILE", text)
+    with pytest.raises(UsageError, match=rule):
+        select.choose("indexed", 4096, 7168, 48, 43, "sm_90a")
+
+
 def test_few_active_experts_get_small_tiles() -> None:
     """Rows of the weight of those few experts spread over as many multiprocessors as they can."""
     heights = [select.choose("indexed", 4096, 7168, 48, tokens * 8 / 384, "sm_90a").rows for tokens in (1, 8, 64, 128)]
