@@ -12,7 +12,7 @@ from chord_runtime.errors import UsageError
 from chord_runtime.format.layout import Mode, RowOrder
 from chord_runtime.ops import api
 from chord_runtime.ops.route import MAX_EXPERTS
-from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.ops.weight import PackedWeight, check_tensor
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _check(
     if not isinstance(layer, PackedLayer):
         raise UsageError(f"layer must be a PackedLayer, such as chord.load(…)[1]; found {type(layer).__name__}")
     for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        api.check_tensor(name, tensor)
+        check_tensor(name, tensor)
     try:
         chosen = routing.convention(layer.w13.modes) if mode is None else Mode(mode)
     except ValueError:

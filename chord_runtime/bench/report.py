@@ -9,6 +9,7 @@ from itertools import groupby
 from chord_runtime.bench.cases import Case
 from chord_runtime.bench.results import DENSE, HUMMING, OURS, Results, geometric_mean
 from chord_runtime.errors import UsageError
+from chord_runtime.units import counted
 
 TOLERANCE = 0.03
 """A point this much slower than before is a regression: runs of the same code differ by up to 2 %."""
@@ -74,9 +75,8 @@ def compare(old: Results, new: Results) -> tuple[str, list[Case]]:
     alone = [key for key in dict.fromkeys([*old.points, *new.points]) if key not in ratios]
     if alone:
         text += f"\n\nleft out, not measured in both: {', '.join(alone)}"
-    count = f"{len(shared)} point{'s' * (len(shared) != 1)}"
     slower = f"{len(regressed)} slower by over {TOLERANCE:.0%}"
-    return f"{text}\n\n{count}, geometric mean {(mean or 1) - 1:+.1%}, {slower}", regressed
+    return f"{text}\n\n{counted(len(shared), 'point')}, geometric mean {(mean or 1) - 1:+.1%}, {slower}", regressed
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -35,7 +35,7 @@ from chord_runtime.ops import library
 from chord_runtime.ops import validate as values
 from chord_runtime.ops.pack import pack_w4a16_grouped
 from chord_runtime.ops.validate import RUN_ROWS
-from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.ops.weight import PackedWeight, check_tensor
 
 __all__ = ["Activation", "contiguous", "indexed", "masked", "pack_w4a16_grouped"]
 
@@ -143,7 +143,7 @@ def indexed(
         x: bfloat16 [T, K]. Row ``id // top_k`` is multiplied for routed index ``id``: ``top_k`` is the fan-out of
             gate_up; for down, whose rows are routed already, it is 1.
         sorted_ids: int32, routed indices (token · top_k + choice) in blocks of one expert; T·top_k is padding. Larger
-                values are skipped too, but refused where values are checked.
+            values are skipped too, but refused where values are checked.
         expert_ids: int32, the expert of each block; −1 for blocks to skip.
         num_tokens_padded: int32 [1], how much of ``sorted_ids`` is used.
         block_size: entries of ``sorted_ids`` in a block. May be left out when the two buffers' sizes tell: their ratio
@@ -195,12 +195,6 @@ def check_weight(mode: Mode, w: PackedWeight) -> None:
             f"convert again with --mode {mode.value} (or all) into another directory, or call an operation "
             "that it was packed for"
         )
-
-
-def check_tensor(name: str, value: object) -> None:
-    """Raise UsageError for what is no tensor."""
-    if not isinstance(value, Tensor):
-        raise UsageError(f"{name} must be a tensor; found {type(value).__name__}")
 
 
 def check_rows(name: str, rows: Tensor, w: PackedWeight) -> None:

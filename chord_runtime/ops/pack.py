@@ -11,7 +11,7 @@ from chord_runtime.errors import UsageError
 from chord_runtime.format.block import packed_bytes
 from chord_runtime.format.layout import ALL_MODES, Mode, RowOrder
 from chord_runtime.format.packing import check_source, pack_into
-from chord_runtime.ops.weight import PackedWeight
+from chord_runtime.ops.weight import PackedWeight, check_tensor
 
 
 def pack_w4a16_grouped(
@@ -34,9 +34,8 @@ def pack_w4a16_grouped(
         UsageError: dtypes, shapes, devices or codes that do not fit; N % 128 or K % 64 is not 0.
         ScaleError: a scale that the format cannot hold (:func:`chord_runtime.format.packing.check_scales`).
     """
-    for name, value in (("codes_or_packed", codes_or_packed), ("scale", scale)):
-        if not isinstance(value, Tensor):
-            raise UsageError(f"{name} must be a tensor; found {type(value).__name__}")
+    check_tensor("codes_or_packed", codes_or_packed)
+    check_tensor("scale", scale)
     modes = _modes(mode)
     source = codes_or_packed
     if source.dim() != 3 or source.dtype not in (torch.uint8, torch.int32) or not source.shape[0]:

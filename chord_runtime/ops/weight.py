@@ -43,3 +43,9 @@ class PackedWeight:
         object.__setattr__(self, "num_experts", data.shape[0])
         object.__setattr__(self, "interleaved", self.row_order is RowOrder.GATE_UP_8)
         object.__setattr__(self, "device", data.device)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise UsageError for what is no tensor."""
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{name} must be a tensor; found {type(value).__name__}")
