@@ -131,9 +131,9 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
 def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     if rows <= 16:
         tokens = 8 if rows <= 8 else 16
-        return _decode(tokens, min(tokens, 8), n, experts, sms, box=tokens)
+        return _decode(tokens, min(tokens, 8), n, _active(experts, rows), sms, box=tokens)
     if rows <= 32:
-        return _decode(32, 32, n, experts, sms, box=32)
+        return _decode(32, 32, n, _active(experts, rows), sms, box=32)
     if rows <= 64:
         if _busiest(384, n, experts, sms) < _busiest(256, n, experts, sms):
             why = "384 rows a tile leave less work to the busiest multiprocessor"
@@ -145,8 +145,7 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
 
 
 def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:
-    active = experts * -math.expm1(-rows)  # experts that have rows, if routing is random
-    if k > _LONG_K or active * -(-n // 512) <= sms / 2:
+    if k > _LONG_K or _active(experts, rows) * -(-n // 512) <= sms / 2:
         why = "maybe few experts have rows: tiles of 128 rows of the weight spread them over the multiprocessors"
         return TileConfig(16, 8, 2, 1, 4, 0, 0, 56, why=why)
     return TileConfig(16, 8, 4, 2, 2, 0, 0, 64, why="maybe few experts have rows, but K is short: tiles of 512 rows")
@@ -155,9 +154,9 @@ def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:
 def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
     most = rows + 2 * math.isqrt(rows)  # routing scatters the rows of an expert by about their square root
     if most <= 16:
-        return _decode(16, 8, n, experts, sms, box=0)
+        return _decode(16, 8, n, _active(experts, rows), sms, box=0)
     if most <= 32:
-        return _decode(32, 32, n, experts, sms, box=0)
+        return _decode(32, 32, n, _active(experts, rows), sms, box=0)
     if k <= _RESIDENT_K:
         return _resident(k, rows)
     cuts, tokens, narrow = _cut(rows, 128)
@@ -195,6 +194,11 @@ def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, box: in
     warpgroups = min((4, 3), key=lambda wg: _busiest(wg * 128, n, experts, sms))
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
     return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
+
+
+def _active(experts: int, rows: float) -> int:
+    """Experts that have rows, if routing is random."""
+    return round(experts * -math.expm1(-rows))
 
 
 def _busiest(rows: int, n: int, experts: int, sms: int) -> int:

@@ -28,6 +28,7 @@ CHORD_DEVICE u32 kept(u32 x) {
 }
 // The same value, known to the compiler to be the same in the whole warp: it may live in a uniform register.
 CHORD_DEVICE int uniform(int x) { return __shfl_sync(kFullMask, x, 0); }
+CHORD_DEVICE int warp_sum(int x) { return __reduce_add_sync(kFullMask, x); }
 CHORD_DEVICE int lane_id() { return threadIdx.x % kWarp; }
 // The thread's place, worked out where it is asked for: a consumer has no register to keep it in during the main loop.
 CHORD_DEVICE int own_warpgroup() { return uniform(kept(threadIdx.x) / kWarpgroup); }

@@ -106,7 +106,7 @@ struct Consumer {
     while (true) {
       barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
       Tile tile = shared.tiles[at.stage];
-      tile = {uniform(tile.row0), uniform(tile.rows), uniform(tile.n_block), uniform(tile.expert)};
+      tile = {uniform(tile.row0), uniform(tile.rows), uniform(tile.expert), u16(uniform(tile.strip)), u16(uniform(tile.strips))};
       if (tile.rows == 0) return;
       if (kResident) {
         slot.advance();
@@ -117,19 +117,20 @@ struct Consumer {
       const bool valid = thread < tile.rows;
       const u32 fetched = valid ? rows.fetch(row) : 0;
       const u32 resident = shared_address(shared.activations[slot.stage]);
-      const int blocks = kGroup == 1 ? 1 : smaller(kGroup, ceil_div(n, kRows) - tile.n_block);
+      const int blocks = kGroup == 1 ? 1 : smaller(kGroup, ceil_div(n / kStripRows - tile.strip, kStrips));
 #pragma unroll 1
       for (int block = 0; block < blocks; ++block) {
-        const int first_row = ((tile.n_block + block) * kWarpgroups + own_warpgroup()) * kBlocks * kBlockRows;
+        const int first_row = tile.strip * kStripRows + (block * kWarpgroups + own_warpgroup()) * kBlocks * kBlockRows;
+        const bool mine = first_row < (kDivides ? (tile.strip + tile.strips) * kStripRows : n);
         float sums[kBlocks][kTokens / 2];
-        if (first_row >= n)
+        if (!mine)
           skip(at);
         else if (kNarrow < kTokens && tile.rows <= kNarrow)
           multiply_tile<kNarrow>(shared, at, k, resident, sums);
         else
           multiply_tile<kTokens>(shared, at, k, resident, sums);
         if (kResident && block + 1 == blocks) barrier_arrive(shared_address(&shared.rows_empty[slot.stage]));
-        if (first_row >= n) break;
+        if (!mine) break;
         if (block == 0) set_rows(shared, valid ? rows.resolve(tile, row, kept(fetched)) : -1, row_weight);
         store_tile(shared, sums, tile.rows, first_row, out, n);
       }
@@ -137,7 +138,7 @@ struct Consumer {
   }
 
  private:
-  // The weight ends before this warpgroup's rows: let the stages pass.
+  // The tile ends before this warpgroup's rows: let the stages pass.
   CHORD_DEVICE void skip(RingPosition& at) {
     for (int kb = 0; kb < k / kBlockK; kb += kStageK) {
       barrier_wait(shared_address(&shared.full[at.stage]), at.parity);

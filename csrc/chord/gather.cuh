@@ -102,8 +102,9 @@ CHORD_DEVICE void produce_resident(Shared& shared, Scheduler scheduler, RoutedRo
     const TileIds ids(rows, tile);
     if (tile.rows == 0) continue;
     if (warp == 0) {
-      const int end = smaller(tile.n_block + kGroup, ceil_div(n, kRows));
-      for (; tile.n_block < end; ++tile.n_block) {
+      const int end = smaller(tile.strip + kGroup * kStrips, n / kStripRows);
+      for (; tile.strip < end; tile.strip += kStrips) {
+        tile.strips = smaller(kStrips, end - tile.strip);
         for (int kb = 0; kb < k / kBlockK; kb += kStageK, at.advance()) {
           barrier_wait(shared_address(&shared.empty[at.stage]), at.parity);
           if (lane == 0) begin_stage(shared, at, tile, kb, w, n, k, 0);

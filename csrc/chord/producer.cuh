@@ -10,15 +10,14 @@ namespace chord {
 CHORD_DEVICE void begin_stage(Shared& shared, RingPosition at, const Tile& tile, int kb, const u8* w, int n, int k,
                               u32 more) {
   const u32 full = shared_address(&shared.full[at.stage]);
-  const int first_strip = tile.n_block * kStrips, strips = smaller(kStrips, n / kStripRows - first_strip);
   if (kb == 0) shared.tiles[at.stage] = tile;
-  barrier_arrive_expect(full, strips * kStageK * kStripBytes + more);
+  barrier_arrive_expect(full, tile.strips * kStageK * kStripBytes + more);
   const u32 to = shared_address(shared.weights[at.stage]);
-  const u8* from = w + strip_offset(tile.expert, first_strip, kb, n, k);
+  const u8* from = w + strip_offset(tile.expert, tile.strip, kb, n, k);
   const i64 next_strip = i64(k / kBlockK) * kStripBytes;
 #pragma unroll
   for (int strip = 0; strip < kStrips; ++strip) {
-    if (strip < strips) copy_bulk(to + strip * kStageK * kStripBytes, from + strip * next_strip, kStageK * kStripBytes, full);
+    if (strip < tile.strips) copy_bulk(to + strip * kStageK * kStripBytes, from + strip * next_strip, kStageK * kStripBytes, full);
   }
 }
 

@@ -36,6 +36,10 @@ constexpr int kGroup = CHORD_GROUP;
 constexpr int kSlots = CHORD_SLOTS;  // of activations that stay, or of the ring
 static_assert(kResident ? kResident % kStageK == 0 : kGroup == 1 && kSlots == kStages, "whole stages; groups share");
 
+// Whether tiles of the last wave may be divided by strips (scheduler.cuh). With few tokens memory bounds the kernel, and
+// thread blocks that have ended leave it to the others.
+constexpr bool kDivides = kTokens > 32 && kStrips > 1 && kGroup == 1;
+
 // Activations of a slot: [k64 block][token][128 B], swizzled. Weights of a stage: [strip][k64 block][4608 B].
 constexpr int kActivationStageBytes = kStageK * kTokens * kBlockK * 2;
 constexpr int kActivationBytes = kResident ? kResident / kStageK * kActivationStageBytes : kActivationStageBytes;
@@ -48,8 +52,9 @@ constexpr int kRowBytes = kBlocks * kBlockRows * 2 / (kOutput == kSwiGLU ? 2 : 1
 struct Tile {
   int row0;     // first row, in the mode's order
   int rows;     // valid rows, 1..kTokens; 0 ends the kernel
-  int n_block;  // which kRows rows of the weight
   int expert;
+  u16 strip;   // first strip of 128 rows of the weight
+  u16 strips;  // 1..kStrips
 };
 
 struct Shared {

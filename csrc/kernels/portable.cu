@@ -53,7 +53,7 @@ CHORD_DEVICE void multiply(Scheduler scheduler, Rows rows, const u16* x, const u
       const bool valid = group * 8 + r < tile.rows && rows.resolve(tile, row, rows.fetch(row)) >= 0;
       from[group] = x + i64(valid ? rows.source(row) : 0) * k + 2 * q;
     }
-    const u8* block = w + strip_offset(tile.expert, tile.n_block, 0, n, k) + warp * 512 + lane * 16;
+    const u8* block = w + strip_offset(tile.expert, tile.strip, 0, n, k) + warp * 512 + lane * 16;
     float sums[kBlocks][kGroups][4] = {};
     for (int kb = 0; kb < k / kBlockK; ++kb, block += kStripBytes) {
       u32 b[kGroups][4][2];
@@ -85,7 +85,7 @@ CHORD_DEVICE void multiply(Scheduler scheduler, Rows rows, const u16* x, const u
         u16* out_row = out + to * i64(kOutput == kSwiGLU ? n / 2 : n);
 #pragma unroll
         for (int half = 0; half < kBlocks; ++half)
-          store_pair(out_row, tile.n_block * kRows + half * kBlockRows + warp * 16 + r, sums[half][group][i],
+          store_pair(out_row, tile.strip * kStripRows + half * kBlockRows + warp * 16 + r, sums[half][group][i],
                      sums[half][group][2 + i], weight, n);
       }
     }

@@ -111,6 +111,18 @@ T __shfl_up_sync(unsigned, T value, int distance) {
   return static_cast<T>(host::exchange(static_cast<unsigned>(value), [=](const unsigned* all) { return all[from]; }));
 }
 template <class T>
+T __shfl_down_sync(unsigned, T value, int distance) {
+  const unsigned lane = threadIdx.x % 32, from = lane + distance < 32 ? lane + distance : lane;
+  return static_cast<T>(host::exchange(static_cast<unsigned>(value), [=](const unsigned* all) { return all[from]; }));
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  return host::exchange(static_cast<unsigned>(value), [](const unsigned* all) {
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; lane++) sum += all[lane];
+    return static_cast<int>(sum);
+  });
+}
+template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return static_cast<T>(host::exchange(static_cast<unsigned>(value), [=](const unsigned* all) { return all[lane]; }));
 }
