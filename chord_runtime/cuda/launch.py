@@ -153,7 +153,7 @@ def indexed(
     start, weights, target = x.data_ptr(), w.data_ptr(), out.data_ptr()
     mean = rows / (num_experts or experts)
     if mean > select.SPARSE:
-        mean = math.ceil(mean)  # one plan for all that select one tile
+        mean = math.ceil(mean * select.STEPS) / select.STEPS  # few plans
     kernel = _kernel("indexed", x, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
     if kernel.name == "portable":

@@ -120,7 +120,7 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
     elif rows < SPARSE:
         chosen = _sparse(n, k, experts, rows, sms)
     else:
-        chosen = _indexed(n, k, experts, math.ceil(rows), sms)
+        chosen = _indexed(n, k, experts, rows, sms)
     if arch != _HOPPER:
         return chosen
     tile = _fit(_overridden(chosen), k)
@@ -131,11 +131,11 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
 def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     if rows <= 16:
         tokens = 8 if rows <= 8 else 16
-        return _decode(tokens, min(tokens, 8), n, _active(experts, rows), sms, box=tokens)
+        return _decode(tokens, min(tokens, 8), n, experts, rows, sms, box=tokens)
     if rows <= 32:
-        return _decode(32, 32, n, _active(experts, rows), sms, box=32)
+        return _decode(32, 32, n, experts, rows, sms, box=32)
     if rows <= 64:
-        if _busiest(384, n, experts, sms) < _busiest(256, n, experts, sms):
+        if _busiest(384, n, experts, rows, sms) < _busiest(256, n, experts, rows, sms):
             why = "384 rows a tile leave less work to the busiest multiprocessor"
             return TileConfig(64, 64, 3, 2, 1, 0, box=64, producer_registers=40, why=why)
         why = "four warpgroups of one block: 256 rows share the activations; registers hold their sums for 64 tokens"
@@ -145,18 +145,20 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
 
 
 def _sparse(n: int, k: int, experts: int, rows: float, sms: int) -> TileConfig:
-    if k > _LONG_K or _active(experts, rows) * -(-n // 512) <= sms / 2:
+    active = experts * -math.expm1(-rows)  # experts that have rows, if routing is random
+    if k > _LONG_K or active * -(-n // 512) <= sms / 2:
         why = "maybe few experts have rows: tiles of 128 rows of the weight spread them over the multiprocessors"
         return TileConfig(16, 8, 2, 1, 4, 0, 0, 56, why=why)
     return TileConfig(16, 8, 4, 2, 2, 0, 0, 64, why="maybe few experts have rows, but K is short: tiles of 512 rows")
 
 
-def _indexed(n: int, k: int, experts: int, rows: int, sms: int) -> TileConfig:
+def _indexed(n: int, k: int, experts: int, mean: float, sms: int) -> TileConfig:
+    rows = math.ceil(mean)
     most = rows + 2 * math.isqrt(rows)  # routing scatters the rows of an expert by about their square root
     if most <= 16:
-        return _decode(16, 8, n, _active(experts, rows), sms, box=0)
+        return _decode(16, 8, n, experts, mean, sms, box=0)
     if most <= 32:
-        return _decode(32, 32, n, _active(experts, rows), sms, box=0)
+        return _decode(32, 32, n, experts, mean, sms, box=0)
     if k <= _RESIDENT_K:
         return _resident(k, rows)
     cuts, tokens, narrow = _cut(rows, 128)
@@ -189,21 +191,25 @@ def _cut(rows: int, limit: int) -> tuple[int, int, int]:
     return cuts, tokens, narrow
 
 
-def _decode(tokens: int, narrow: int, n: int, experts: int, sms: int, *, box: int) -> TileConfig:
+def _decode(tokens: int, narrow: int, n: int, experts: int, rows: float, sms: int, *, box: int) -> TileConfig:
     """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
-    warpgroups = min((4, 3), key=lambda wg: _busiest(wg * 128, n, experts, sms))
+    wide, narrower = (_busiest(height, n, experts, rows, sms) for height in (512, 384))
+    warpgroups = 3 if narrower < 0.99 * wide else 4
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
     return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
 
 
-def _active(experts: int, rows: float) -> int:
-    """Experts that have rows, if routing is random."""
-    return round(experts * -math.expm1(-rows))
+def _busiest(height: int, n: int, experts: int, rows: float, sms: int) -> float:
+    """Rows of the weight on the busiest multiprocessor with tiles of ``height``: the fewer, the less idles at the end.
 
-
-def _busiest(rows: int, n: int, experts: int, sms: int) -> int:
-    """Rows of the weight on the busiest multiprocessor with tiles of ``rows``: the fewer, the less idles at the end."""
-    return -(-experts * -(-n // rows) // sms) * rows
+    Expected over the number of experts without rows, which random routing makes a Poisson variable.
+    """
+    mean = experts * math.exp(-rows)
+    chance, expected = math.exp(-mean), 0.0
+    for without in range(min(experts, round(2 * mean) + 8)):
+        expected += chance * -(-(experts - without) * -(-n // height) // sms) * height
+        chance *= mean / (without + 1)
+    return expected
 
 
 def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
@@ -216,6 +222,8 @@ def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
 
 SPARSE = 2.0
 """Below this many rows an expert has on average, it matters how many experts have any."""
+STEPS = 4
+"""Rows per expert beyond that are rounded up to so many a row: one plan for calls of about the same size."""
 _LONG_K = 2048
 """Beyond this K, deeper stages and more tiles cost little."""
 _RESIDENT_K = 256
@@ -312,7 +320,7 @@ SHAPES = (
 )
 ROWS = (1, 4, 8, 16, 24, 32, 43, 64, 86, 128, 171, 256, 341, 512)
 """Rows per expert that ``explain`` walks through."""
-_ALL_ROWS = (*(i / 48 for i in range(1, 96)), *range(1, 601))
+_ALL_ROWS = (*(i / 48 for i in range(1, 96)), *(i / STEPS for i in range(STEPS, 8 * STEPS)), *range(1, 601))
 """Rows per expert that ``all_configs`` walks through: beyond, tiles repeat."""
 
 
