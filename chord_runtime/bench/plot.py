@@ -37,7 +37,7 @@ def paths_of(stem: Path) -> tuple[Path, Path]:
         UsageError: the stem has no name.
         OutputError: they cannot be written.
     """
-    if stem.name in ("", ".."):
+    if stem.name in ("", "..") or stem.is_dir():
         raise UsageError(f"{str(stem)!r} names a folder; give the files a name, as --plot bench for bench.png and .svg")
     png, svg = (stem.with_name(stem.name + suffix) for suffix in (".png", ".svg"))
     for path in (png, svg):

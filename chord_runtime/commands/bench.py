@@ -104,6 +104,10 @@ def bench(
     before = Results.load(compare) if compare else None
     if sources:
         results = _together(Results, sources, save)
+        if not results.cases:
+            raise UsageError(
+                f"{', '.join(map(str, sources))}: no point that is known here; measure with `chord bench --save`"
+            )
     else:
         results = _measure(choose(points, quick=quick), quick, not no_peers, save)
     click.echo(brief_report(results) if brief else report(results))

@@ -31,9 +31,10 @@ def warmup(archs: tuple[str, ...], jobs: int | None, check: bool, as_json: bool)
     """Compile every kernel that selection can choose into the disk cache. Needs no GPU when --arch is given."""
     started = time.perf_counter()
     outcomes = []
+    work = instantiations(archs or detected_archs())
     if not as_json:
         click.echo(_row("kernel", "arch", "registers", "shared B", "spill B", "seconds", "from"))
-    for outcome in warm_up(instantiations(archs or detected_archs()), jobs=jobs, keep=not check):
+    for outcome in warm_up(work, jobs=jobs, keep=not check):
         outcomes.append(outcome)
         click.echo(json.dumps(as_dict(outcome)) if as_json else _line(outcome))
     broken = [outcome for outcome in outcomes if outcome.cubin is None]

@@ -135,9 +135,19 @@ def test_a_failed_point_does_not_hide_the_comparison(saved: Path, tmp_path: Path
     assert "1 of 12 points failed" in str(result.exception)
 
 
-def test_a_comparison_of_nothing_fails(saved: Path, tmp_path: Path) -> None:
-    replace(sample(), points={}).save(tmp_path / "none.json")
-    assert "no point was measured in both" in str(run("--from", tmp_path / "none.json", "--compare", saved).exception)
+def test_a_comparison_of_nothing_fails(tmp_path: Path) -> None:
+    points = sample().points
+    for file, name in zip("ab", points, strict=False):
+        replace(sample(), points={name: points[name]}).save(tmp_path / file)
+    found = run("--from", tmp_path / "a", "--compare", tmp_path / "b")
+    assert "no point was measured in both" in str(found.exception)
+
+
+@pytest.mark.parametrize("points", [{}, {"another/version/8": sample().points["masked/down/8"]}])
+def test_results_without_a_known_point_are_refused(tmp_path: Path, points: dict[str, Measurement]) -> None:
+    replace(sample(), points=points).save(tmp_path / "none.json")
+    found = run("--from", tmp_path / "none.json")
+    assert isinstance(found.exception, UsageError) and "no point that is known here" in str(found.exception)
 
 
 @pytest.mark.parametrize("options", [("--points", "masked"), ("--quick",), ("--no-peers",)])
@@ -165,7 +175,7 @@ def test_explain_takes_no_other_option(options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])
-@pytest.mark.parametrize("name", ["", ".", "..", "/", "/dev/full", "/proc/nope/x", "{tmp}/old.json/x"])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "/dev/full", "/proc/nope/x", "{tmp}", "{tmp}/old.json/x"])
 def test_what_cannot_be_written_is_told_before_anything_is_read(
     saved: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
 ) -> None:
