@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -37,8 +38,10 @@ def paths_of(stem: Path) -> tuple[Path, Path]:
         UsageError: the stem has no name.
         OutputError: they cannot be written.
     """
-    if stem.name in ("", "..") or stem.is_dir():
-        raise UsageError(f"{str(stem)!r} names a folder; give the files a name, as --plot bench for bench.png and .svg")
+    if stem.name in ("", "..") or os.path.isdir(stem):  # noqa: PTH112 - a name too long is for target() to tell
+        raise UsageError(
+            f"{str(stem)!r} names a folder; give a name that none has, as --plot figure for figure.png and .svg"
+        )
     png, svg = (stem.with_name(stem.name + suffix) for suffix in (".png", ".svg"))
     for path in (png, svg):
         target(path)

@@ -104,10 +104,6 @@ def bench(
     before = Results.load(compare) if compare else None
     if sources:
         results = _together(Results, sources, save)
-        if not results.cases:
-            raise UsageError(
-                f"{', '.join(map(str, sources))}: no point that is known here; measure with `chord bench --save`"
-            )
     else:
         results = _measure(choose(points, quick=quick), quick, not no_peers, save)
     click.echo(brief_report(results) if brief else report(results))
@@ -147,6 +143,9 @@ def _bench_layer(
 def _together(kind: type[AnyResults], sources: tuple[Path, ...], save: Path | None) -> AnyResults:
     """The points of all these files; saved beside those that ``save`` has."""
     results = reduce(lambda old, new: old.merged(new), map(kind.load, sources))
+    if isinstance(results, Results) and not results.cases:
+        names = ", ".join(map(str, sources))
+        raise UsageError(f"{names}: no point that is known here; measure with `chord bench --save`")
     if save:
         _beside(save, results).save(save)
     return results

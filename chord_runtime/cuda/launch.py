@@ -12,7 +12,6 @@ The functions take what the operators take (:mod:`chord_runtime.ops.library`) an
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,9 @@ _PORTABLE_BLOCKS, _PORTABLE_THREADS = 8, 128  # a multiprocessor, a block
 
 _MOST_ELEMENTS = 2**32 // 2
 """Of gathered activations: kernels reach their rows by 32-bit offsets in bytes (csrc/chord/gather.cuh)."""
+
+_MOST_STRIPS = 2**16 - 1
+"""Of one expert's weight: ``Tile`` of csrc/chord/tile.cuh counts them in 16 bits."""
 
 _TILED = Parameters("TQQQQiiii")
 _GATHERED = Parameters("QQQQQQQiiiiiii")
@@ -151,9 +153,7 @@ def indexed(
             f"call it with at most {_MOST_ELEMENTS // k} rows at a time"
         )
     start, weights, target = x.data_ptr(), w.data_ptr(), out.data_ptr()
-    mean = rows / (num_experts or experts)
-    if mean > select.SPARSE:
-        mean = math.ceil(mean * select.STEPS) / select.STEPS  # few plans
+    mean = select.rounded(rows / (num_experts or experts))
     kernel = _kernel("indexed", x, w, start | weights | target, experts, n, k, mean, gate_up, swiglu, tile)
     weight = 0 if topk_weights is None else topk_weights.data_ptr()
     if kernel.name == "portable":
@@ -209,8 +209,11 @@ def _kernel(
 
 def _resolve(key: tuple[Any, ...], shape: tuple[int, ...]) -> Kernel:
     mode, device, experts, n, k, rows, gate_up, swiglu, tile = key
-    if n % STRIP_ROWS or k % BLOCK_K or n <= 0 or k <= 0:
-        raise UsageError(f"N={n}, K={k} is not supported: N must be a multiple of {STRIP_ROWS} and K of {BLOCK_K}")
+    if n % STRIP_ROWS or k % BLOCK_K or not 0 < n <= _MOST_STRIPS * STRIP_ROWS or k <= 0:
+        raise UsageError(
+            f"N={n}, K={k} is not supported: N must be a multiple of {STRIP_ROWS} up to {_MOST_STRIPS * STRIP_ROWS}, "
+            f"and K of {BLOCK_K}"
+        )
     if len(shape) != 2 or shape[1] != packed_bytes(n, k):
         raise UsageError(
             f"the packed weight has shape {list(shape)}; for N={n}, K={k} it must be [experts, {packed_bytes(n, k)}]"

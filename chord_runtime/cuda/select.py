@@ -128,6 +128,13 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
     return tile
 
 
+def rounded(rows: float) -> float:
+    """Rows per expert as plans tell them apart: few plans, for a tile depends on less where there are more."""
+    if rows <= SPARSE:
+        return rows
+    return math.ceil(rows) if rows > 8 else math.ceil(4 * rows) / 4
+
+
 def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     if rows <= 16:
         tokens = 8 if rows <= 8 else 16
@@ -135,7 +142,7 @@ def _masked(n: int, experts: int, rows: int, sms: int) -> TileConfig:
     if rows <= 32:
         return _decode(32, 32, n, experts, rows, sms, box=32)
     if rows <= 64:
-        if _busiest(384, n, experts, rows, sms) < _busiest(256, n, experts, rows, sms):
+        if _busiest(384, n, experts, rows, sms) < _CLEARLY * _busiest(256, n, experts, rows, sms):
             why = "384 rows a tile leave less work to the busiest multiprocessor"
             return TileConfig(64, 64, 3, 2, 1, 0, box=64, producer_registers=40, why=why)
         why = "four warpgroups of one block: 256 rows share the activations; registers hold their sums for 64 tokens"
@@ -194,7 +201,7 @@ def _cut(rows: int, limit: int) -> tuple[int, int, int]:
 def _decode(tokens: int, narrow: int, n: int, experts: int, rows: float, sms: int, *, box: int) -> TileConfig:
     """Up to 32 rows: bound by memory, so many rows of the weight a block and deep stages."""
     wide, narrower = (_busiest(height, n, experts, rows, sms) for height in (512, 384))
-    warpgroups = 3 if narrower < 0.99 * wide else 4
+    warpgroups = 3 if narrower < _CLEARLY * wide else 4
     why = f"memory bound: deep stages, {warpgroups * 128} rows leave the least work to the busiest multiprocessor"
     return TileConfig(tokens, narrow, warpgroups, 2, 2, 0, box, 32 if box else 64, why=why)
 
@@ -222,8 +229,8 @@ def _prefill(tokens: int, narrow: int, box: int, why: str) -> TileConfig:
 
 SPARSE = 2.0
 """Below this many rows an expert has on average, it matters how many experts have any."""
-STEPS = 4
-"""Rows per expert beyond that are rounded up to so many a row: one plan for calls of about the same size."""
+_CLEARLY = 0.99
+"""Less work than this share is less; what differs by a rounding is the same."""
 _LONG_K = 2048
 """Beyond this K, deeper stages and more tiles cost little."""
 _RESIDENT_K = 256
@@ -320,7 +327,11 @@ SHAPES = (
 )
 ROWS = (1, 4, 8, 16, 24, 32, 43, 64, 86, 128, 171, 256, 341, 512)
 """Rows per expert that ``explain`` walks through."""
-_ALL_ROWS = (*(i / 48 for i in range(1, 96)), *(i / STEPS for i in range(STEPS, 8 * STEPS)), *range(1, 601))
+_ALL_ROWS = (
+    *(i / 384 for i in range(1, 8)),
+    *dict.fromkeys(rounded(i / 48) for i in range(1, 8 * 48)),
+    *range(1, 601),
+)
 """Rows per expert that ``all_configs`` walks through: beyond, tiles repeat."""
 
 

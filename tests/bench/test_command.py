@@ -146,8 +146,9 @@ def test_a_comparison_of_nothing_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("points", [{}, {"another/version/8": sample().points["masked/down/8"]}])
 def test_results_without_a_known_point_are_refused(tmp_path: Path, points: dict[str, Measurement]) -> None:
     replace(sample(), points=points).save(tmp_path / "none.json")
-    found = run("--from", tmp_path / "none.json")
+    found = run("--from", tmp_path / "none.json", "--save", tmp_path / "saved.json")
     assert isinstance(found.exception, UsageError) and "no point that is known here" in str(found.exception)
+    assert not (tmp_path / "saved.json").exists()
 
 
 @pytest.mark.parametrize("options", [("--points", "masked"), ("--quick",), ("--no-peers",)])

@@ -12,7 +12,8 @@ from chord_runtime.cuda import select
 from chord_runtime.cuda.compile import SHARED_LIMIT
 from chord_runtime.errors import UsageError
 
-ROWS = (*(tokens * 8 / 384 for tokens in range(1, 97)), 1.3, 1.99, *range(1, 600), 683, 1024, 1366, 2731, 4096)
+MEANS = (*(routed / 384 for routed in (1, 2, 5)), *(tokens * 8 / 384 for tokens in range(1, 500)))
+ROWS = (*dict.fromkeys(map(select.rounded, MEANS)), *range(1, 600), 683, 1024, 1366, 2731, 4096)
 
 
 def key(instantiation: tuple[str, Mapping[str, int]]) -> tuple[str, tuple[tuple[str, int], ...]]:
