@@ -34,8 +34,8 @@ _PORTABLE_BLOCKS, _PORTABLE_THREADS = 8, 128  # a multiprocessor, a block
 _MOST_ELEMENTS = 2**32 // 2
 """Of gathered activations: kernels reach their rows by 32-bit offsets in bytes (csrc/chord/gather.cuh)."""
 
-_MOST_STRIPS = 2**16 - 1
-"""Of one expert's weight: ``Tile`` of csrc/chord/tile.cuh counts them in 16 bits."""
+_MOST_STRIPS = 2**15
+"""Of one expert's weight: ``Tile`` of csrc/chord/tile.cuh counts them, and a tile beyond, in 16 bits."""
 
 _TILED = Parameters("TQQQQiiii")
 _GATHERED = Parameters("QQQQQQQiiiiiii")
