@@ -71,9 +71,11 @@ def load_json(path: Path, format: int | str) -> dict[str, Any]:
             raise ValueError(f"its format is {found!r}, not {format!r}")
         json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
         error = best_match(Draft202012Validator(_SCHEMAS[format]).iter_errors(data))
+    except FileNotFoundError as failure:
+        raise UsageError(f"{path} does not exist: check the path, or make it with `chord bench --save`") from failure
     except (OSError, ValueError, TypeError, RecursionError) as failure:
         raise UsageError(
-            f"{path} is not a file of bench results ({type(failure).__name__}: {str(failure)[:200]})"
+            f"{path} is not a file of bench results ({str(failure)[:200]}): name one that `chord bench --save` has made"
         ) from failure
     if error is not None:
         raise UsageError(f"{path} holds what no run saves: {error.message[:200]} at {error.json_path}; measure again")

@@ -169,7 +169,8 @@ def _indexed(n: int, k: int, experts: int, mean: float, sms: int) -> TileConfig:
     if k <= _RESIDENT_K:
         return _resident(k, rows)
     cuts, tokens, narrow = _cut(rows, 128)
-    why = f"runs of about {rows} rows are cut into {cuts} equal tiles: N fits nearly all of those, a second width most"
+    tiles = "are one tile each" if cuts == 1 else f"are cut into {cuts} equal tiles"
+    why = f"runs of about {rows} rows {tiles}: N fits nearly all of those, a second width most"
     return _prefill(tokens, narrow, 0, why)
 
 
@@ -276,21 +277,24 @@ def check(mode: str, tile: TileConfig, k: int) -> None:
         and blocks % t.stage_k == 0
         and t.blocks * t.stage_k % 2 == 0,
         # Consumers hold a stage while they wait for the next but one.
-        "stages is at least 3": t.stages >= 3,
+        "stages is at least 3; if no more fit, lower tokens, warpgroups, blocks or stage_k": t.stages >= 3,
         "box is 0 where rows are gathered (indexed), else a divisor of tokens": (
             t.box == 0 if mode == "indexed" else t.box > 0 and t.tokens % t.box == 0
         ),
-        f"resident is 0, with group 1 and no slots, or {blocks} with 1 or 2 slots": (t.resident, t.slots, t.group)
-        == (0, 0, 1)
-        or (t.resident == blocks and t.slots in (1, 2) and t.group > 0),
+        f"resident is 0, with group 1 and no slots, or in indexed {blocks} with 1 or 2 slots": (
+            (t.resident, t.slots, t.group) == (0, 0, 1)
+            or (mode == "indexed" and t.resident == blocks and t.slots in (1, 2) and t.group > 0)
+        ),
         "occupancy is 1 or 2": t.occupancy in (1, 2),
         "producer_registers is a multiple of 8 from 24 to 240": t.producer_registers in range(24, 241, 8),
-        f"shared memory, {t.shared_bytes(PLAIN)} B, is at most {_shared_limit(t)} B": t.shared_bytes(PLAIN)
-        <= _shared_limit(t),
+        f"shared memory, {t.shared_bytes(PLAIN)} B, is at most {_shared_limit(t)} B (stages left out are fitted)": (
+            t.shared_bytes(PLAIN) <= _shared_limit(t)
+        ),
     }
     for rule, holds in rules.items():
         if not holds:
-            raise UsageError(f"no kernel can be made of {t}: {rule}. Leave stages out, and they are chosen to fit")
+            described = ", ".join(f"{f.name}={getattr(t, f.name)}" for f in fields(t) if f.name != "why")
+            raise UsageError(f"no {mode} kernel can be made of this tile. It must hold that {rule}. Found {described}")
 
 
 def _up(rows: int) -> int:
@@ -309,7 +313,7 @@ def _overridden(tile: TileConfig) -> TileConfig:
             raise UsageError(f"CHORD_TILE: {item[:80]!r} is not NAME=INTEGER with one of {', '.join(sorted(names))}")
         values[name.strip()] = int(value)
     tokens = values.get("tokens", tile.tokens)
-    bounded = {"narrow": min(tile.narrow, tokens), "box": min(tile.box, tokens)}
+    bounded = {"narrow": min(tile.narrow, tokens), "box": math.gcd(tile.box, tokens) if tile.box else 0}
     return replace(tile, why="overridden by CHORD_TILE", **{**bounded, **values})
 
 

@@ -34,6 +34,7 @@ CHORD_DEVICE void end_tiles(Shared& shared, RingPosition at) {
 template <class Scheduler, class Trim>
 CHORD_DEVICE void produce_tiles(Shared& shared, Scheduler scheduler, Trim trim, const TensorMap& map, const u8* w, int n,
                                 int k) {
+  static_assert(!kResident, "activations stay where rows are gathered only (gather.cuh)");
   // A warp knows only its own stages: were it a whole ring ahead, it would take one phase of a barrier for another.
   constexpr int kTurns = smaller(kProducerWarps, kStages);
   // One box a stage if it holds the whole tile; else boxes of kBox tokens of one k64 block.

@@ -190,4 +190,4 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    assert "is not a file of bench results" in str(run("--from", tmp_path / "none.json").exception)
+    assert "does not exist: check the path" in str(run("--from", tmp_path / "none.json").exception)

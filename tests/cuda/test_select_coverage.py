@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,13 @@ def test_impossible_tiles_are_refused(monkeypatch: pytest.MonkeyPatch, text: str
     monkeypatch.setenv("CHORD_TILE", text)
     with pytest.raises(UsageError, match=rule):
         select.choose("indexed", 4096, 7168, 48, 43, "sm_90a")
+
+
+def test_activations_stay_in_indexed_only() -> None:
+    tile = select.choose("indexed", 7168, 256, 384, 341, "sm_90a")
+    select.check("indexed", tile, 256)
+    with pytest.raises(UsageError, match="resident is 0"):  # no other producer would bring its rows
+        select.check("masked", replace(tile, box=8), 256)
 
 
 def test_few_active_experts_get_small_tiles() -> None:
