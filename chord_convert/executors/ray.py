@@ -67,22 +67,13 @@ def run(
                 progress.add(0, sum(output.layout.size for output in task.outputs))
                 progress.done(task, has_zero, node=node)
     except ray.exceptions.RayTaskError as error:
-        _let_end(running)
+        # The others still write: let them end. ray.cancel would be quicker, but Ray 2.60 aborts this process if a task
+        # starts or ends in the same moment. After anything else they end with this process.
+        ray.wait(list(running), num_returns=len(running))
         cause = error.cause
         raise (cause if isinstance(cause, ChordError) else error) from None
     except ray.exceptions.RayError as error:
-        _let_end(running)
         raise Unfinished(f"Ray gave up on a task after {_RETRIES} tries: {error}") from None
-
-
-def _let_end(running: dict[Any, Task]) -> None:
-    """Wait for the tasks that still write; after Ctrl-C they end with this process instead.
-
-    ``ray.cancel`` would be quicker, but Ray 2.60 aborts this process if a task starts or ends in the same moment.
-    """
-    import ray
-
-    ray.wait(list(running), num_returns=len(running))
 
 
 def _connect(address: str | None, workers: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -38,13 +37,16 @@ def paths_of(stem: Path) -> tuple[Path, Path]:
         UsageError: the stem has no name.
         OutputError: they cannot be written.
     """
-    if stem.name in ("", "..") or os.path.isdir(stem):  # noqa: PTH112 - a name too long is for target() to tell
-        raise UsageError(
-            f"{str(stem)!r} names a folder; give a name that none has, as --plot figure for figure.png and .svg"
-        )
+    folder = UsageError(
+        f"{str(stem)!r} names a folder; give a name that none has, as --plot figure for figure.png and .svg"
+    )
+    if stem.name in ("", ".."):
+        raise folder
     png, svg = (stem.with_name(stem.name + suffix) for suffix in (".png", ".svg"))
     for path in (png, svg):
         target(path)
+    if stem.is_dir():  # a name too long for this to answer has been refused
+        raise folder
     return png, svg
 
 

@@ -120,7 +120,7 @@ def choose(mode: str, n: int, k: int, experts: int, rows: float, arch: str, sms:
     elif rows < SPARSE:
         chosen = _sparse(n, k, experts, rows, sms)
     else:
-        chosen = _indexed(n, k, experts, rows, sms)
+        chosen = _indexed(n, k, experts, rounded(rows), sms)
     if arch != _HOPPER:
         return chosen
     tile = _fit(_overridden(chosen), k)

@@ -84,6 +84,12 @@ def test_impossible_tiles_are_refused(monkeypatch: pytest.MonkeyPatch, text: str
         select.choose("indexed", 4096, 7168, 48, 43, "sm_90a")
 
 
+def test_calls_of_one_plan_get_one_tile() -> None:
+    for rows in MEANS:
+        tiles = [select.choose("indexed", 7168, 2048, 48, mean, "sm_90a") for mean in (rows, select.rounded(rows))]
+        assert tiles[0] == tiles[1]
+
+
 def test_activations_stay_in_indexed_only() -> None:
     tile = select.choose("indexed", 7168, 256, 384, 341, "sm_90a")
     select.check("indexed", tile, 256)
